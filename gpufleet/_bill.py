@@ -21,7 +21,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
     """One figure over the simulated runs: one run in ten stays below `p10`, half stay below `p50`, nine in ten below
-    `p90`. The figures are in the unit of the attribute that holds them.
+    `p90`. The attribute that holds the figures has the unit.
     """
 
     p10: float
@@ -61,8 +61,9 @@ class Bill:
     usd_to_finish: Figures  # USD without limits
     lines: tuple[BillLine, ...]
     interruptions: float  # expected number
-    stopped: float | None  # probability that a limit stops the run before its work is done; None: not simulated
-    kept_usd_per_month: float  # USD a month for what stays in the bucket after `pulumi destroy`
+    # probability that a limit stops the run before its work is done; None if it was not simulated
+    stopped: float | None
+    kept_usd_per_month: float  # USD per month for the objects that stay in the bucket after `pulumi destroy`
     prices_as_of: date  # the date of the oldest price
     warnings: tuple[str, ...]
     # why `pulumi up` would refuse the run: limits that are too low, a deadline that is too near

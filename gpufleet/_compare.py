@@ -27,14 +27,14 @@ class Option:
     region: str
     nodes: int
     gpus_used: int  # GPUs used, on all nodes together
-    usd: Figures | None  # USD to finish, with everything in the bill; None: not known, for the reason in `why`
+    usd: Figures | None  # USD to finish, with everything in the bill; None if unknown, for the reason in `why`
     hours: Figures | None  # node-hours
     wall_hours: Figures | None  # hours by the clock, with waits for capacity
     late: float  # probability of missing the deadline
     over_limit: bool  # whether p90 passes limits.max_usd or limits.max_hours
     runnable: bool  # whether the option could be run without a change
     measured: bool  # whether its speed is measured; else it is assumed
-    why: str  # why it cannot be run, or is not first
+    why: str  # why the option cannot be run, or is not first
     _row: Row = field(repr=False, compare=False)
 
 
@@ -47,7 +47,7 @@ class Frontier:
     _others: tuple[Option, ...] = field(repr=False, compare=False)
 
     def save(self, path: Path | str) -> None:
-        """Draws USD against hours to a .png or .svg file. Raises GpufleetError without matplotlib, and OSError."""
+        """Draws USD against hours to a .png or .svg file. Raises OSError; GpufleetError if matplotlib is missing."""
         if Path(path).suffix not in plot.KINDS:
             raise GpufleetError(f"{path}: the file's name must end in one of {', '.join(plot.KINDS)}")
         Path(path).write_bytes(self._drawn(Path(path).suffix))
@@ -78,8 +78,8 @@ class Comparison:
         options_table = sheet([option._row for option in able[:SHOWN]], columns.NOTEBOOK, edge)
         more, other = max(0, len(able) - SHOWN), len(self.options) - len(able)
         notes = [
-            "* nothing does the same work for fewer mean dollars in fewer hours by the wall.",
-            f"`options` has {more} more that can be run, and {other} that cannot, whose `why` says the reason.",
+            "* no other option needs both fewer mean dollars and fewer hours by the clock.",
+            f"`options` has {more} more that can be run, and {other} that cannot; their `why` has the reason.",
         ]
         caption = f"{self.stack} in {self.region}: USD to finish"
         return html.table(options_table, caption=caption) + "".join(map(html.paragraph, notes))

@@ -101,7 +101,7 @@ class TrainingRun(_training_run.TrainingRun):
 
 
 def _project(folder: Path) -> Path:
-    """The folder of Pulumi.yaml, which a hosted component does not get: at or above the program's."""
+    """The folder of Pulumi.yaml, at or above the program's folder: a hosted component does not get it."""
     return next((candidate for candidate in (folder, *folder.parents) if (candidate / "Pulumi.yaml").is_file()), folder)
 
 
@@ -119,7 +119,7 @@ def _with_whole_numbers(value: Any) -> Any:
 
 
 class Host(ComponentProvider):
-    """The provider. It shows a definition's problems without the SDK's traceback."""
+    """The provider. It reports a definition's problems without the SDK's traceback."""
 
     def construct(self, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -77,13 +77,13 @@ def read(
 
 
 def folder_of(project: Path | str | None) -> Path:
-    """The project's folder: as given, or the nearest with `stacks/`, at or above the working folder."""
+    """The project's folder: as given, or the nearest one with `stacks/`, at or above the working folder."""
     return project_root(Path.cwd()) if project is None else Path(project)
 
 
 def file_of(source: Given, root: Path, name: str) -> Path:
-    """The file of a definition: by a stack's name or a path, or for a mapping, written to
-    .gpufleet/definitions/NAME.yaml of the project, where the commands find it by that path. Raises GpufleetError.
+    """The file of a definition, by a stack's name or a path. A mapping is written to .gpufleet/definitions/NAME.yaml of
+    the project, where the commands find it by that path. Raises GpufleetError.
     """
     if not isinstance(source, Mapping):
         return find(str(source), root)
@@ -105,7 +105,7 @@ def as_yaml(mapping: Mapping[str, Any], heading: str = "") -> str:
         plain = json.loads(json.dumps(mapping, default=_plain))
     except (TypeError, ValueError) as error:
         raise GpufleetError(
-            f"a definition holds text, numbers, truth values, lists and sections alone: {error}"
+            f"a definition may hold only text, numbers, truth values, lists and sections: {error}"
         ) from None
     return heading + yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=1000)
 

@@ -64,9 +64,9 @@ def compare(
     name: str = "",
     project: Path | str | None = None,
 ) -> Comparison:
-    """The file's scenarios and every instance type for their work, ranked by mean USD; `scenario` restricts it to that
-    one's work. `within_hours`: the hours from now within which it must end, instead of limits.deadline. Other arguments
-    as for `load`.
+    """The file's scenarios and every instance type for their work, ranked by mean USD; `scenario`: only for the work of
+    that scenario. `within_hours`: the hours from now within which the work must end, instead of limits.deadline. Other
+    arguments as for `load`.
 
     Raises like `load`; GpufleetError for a scenario whose work cannot move to another type, and for a deadline that has
     passed.

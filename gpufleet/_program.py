@@ -16,7 +16,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program import approval, engine
 from gpufleet.job.text import printable
 
-SHOWN = 32  # tells the engine that the message was shown, so that it adds none
+SHOWN = 32  # an exit code: the engine adds no message of its own
 
 
 def program() -> None:
@@ -35,8 +35,8 @@ def program() -> None:
         if baked := config.get(BAKE):
             return _keep_bake(name, json.loads(baked))
         plan = engine.planned(root, name, was, scenario=config.get("scenario") or "")
-        # Imported here, like the provider below: SDKs take a second, and an error of the definition need not wait for
-        # it.
+        # Imported here, like the provider below: an SDK takes a second to import, and an error of the definition comes
+        # sooner.
         from gpufleet.infra.account import aws, month, unknown_fleets
 
         preview = bool(pulumi.runtime.is_dry_run())

@@ -41,7 +41,7 @@ class Receipt:
     p10: float  # the bill's p10 and p90
     p90: float
     error_percent: float  # percent of the estimate; positive if the run cost more than estimated
-    inside: bool | None  # whether the cost is between p10 and p90; None: the bill had no range
+    inside: bool | None  # whether the cost is between p10 and p90; None if the bill had no range
     estimate_hours: float  # node-hours
     actual_hours: float
     causes: Mapping[str, float]  # why the two differ; they add up to actual - estimate

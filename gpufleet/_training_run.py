@@ -50,14 +50,15 @@ class TrainingRun(pulumi.ComponentResource):
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
         """`definition`: the path of a definition file, the name of one in `stacks/`, or a mapping of its sections,
-        which is then called `name`. `scenario`: one of its scenarios. `project`: the folder of its inputs; None: that
-        of Pulumi.yaml.
+        which is then called `name`. `scenario`: one of its scenarios. `project`: the folder of its inputs; None means
+        the folder of Pulumi.yaml.
 
         `vpc_id` with `subnets` (ids by zone, one for each of `fleet.zones`) and `permissions_boundary` (an ARN) replace
-        those of the definition's `account`, `tags` add to its tags; the first three may be outputs of other resources.
+        those of the definition's `account`; `tags` are added to its tags. The first three may be outputs of other
+        resources.
 
-        `opts` as for any component. A `provider` of AWS must be of the definition's region; without one the component
-        has its own, in that region.
+        `opts` as for any component. A `provider` of AWS must have the definition's region; without one the component
+        makes its own, in that region.
 
         Raises pulumi.RunError, which the engine shows without a traceback, before anything is declared: for mistakes in
         the definition, the run id of an earlier run, limits below the bill, missing inputs.
@@ -66,7 +67,7 @@ class TrainingRun(pulumi.ComponentResource):
         root = Path(project).resolve() if project is not None else engine.root_directory()
         try:
             path = file_of(definition, root, name)
-            if path.is_relative_to(Path.cwd()):  # a path that other commands take, on any machine
+            if path.is_relative_to(Path.cwd()):  # this path works for other commands, on any machine
                 path = path.relative_to(Path.cwd())
             earlier = _earlier_names(opts)
             was = engine.last_update((TYPE, [name, *earlier]), path.stem)
@@ -128,13 +129,13 @@ def _claim(definition: str, name: str) -> None:
     tags use it, and the engine would report only one of the two.
     """
     root = pulumi.runtime.get_root_resource()
-    if root is None:  # gpufleet hosts it for a program in another language
+    if root is None:  # true if gpufleet hosts the component for a program in another language
         return
     other = _CLAIMED.setdefault(root, {}).setdefault(definition, name)
     if other != name:
         raise GpufleetError(
-            f"{other} runs the definition {definition} already, and bucket, role and tags are named after it. Give this"
-            f" one a file of another name, or the file's sections as a mapping, which is called {name} then"
+            f"{other} already runs the definition {definition}, and bucket, role and tags are named after it. Give this"
+            f" one a file of another name, or the file's sections as a mapping, which then has the name {name}"
         )
 
 
@@ -162,7 +163,7 @@ def _check_region(provider: pulumi.ProviderResource, region: str) -> None:
     def check(provider_region: str | None) -> None:
         if provider_region not in (None, region):
             raise pulumi.RunError(
-                f"the provider is of {provider_region}, and fleet.region of the definition is {region}"
+                f"the provider's region is {provider_region}, but fleet.region of the definition is {region}"
             )
 
     of_region = getattr(provider, "region", None)

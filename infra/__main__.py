@@ -1,4 +1,4 @@
-"""The Pulumi program of this repository; `gpufleet init` writes the same into other projects."""
+"""The Pulumi program of this repository. `gpufleet init` writes the same program into other projects."""
 
 import gpufleet
 

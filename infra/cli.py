@@ -1,4 +1,4 @@
-"""`gpufleet`: the command line. Each command is a module of infra/commands, imported only when it is used."""
+"""`gpufleet`: the command line. Each command is a module of infra/commands, which is imported only if it is used."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ EPILOG = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    gc.set_threshold(50_000)  # with Python's 700 a command's start spends a twentieth of its time on garbage collection
+    gc.set_threshold(50_000)  # with Python's 700, garbage collection takes a twentieth of a command's start
     words = list(sys.argv[1:] if argv is None else argv)
     if "_ARGCOMPLETE" in os.environ:  # the user's shell asks for completions
         from gpufleet.infra.commands.completion import answer
@@ -106,11 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the caller closed this stream: gpufleet cost STACK >&-
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-    if isinstance(sys.stdout, io.TextIOWrapper):  # for logs --follow | tee: each line at once, in any encoding
+    if isinstance(sys.stdout, io.TextIOWrapper):  # so that `logs --follow | tee` gets each line at once
         strict = sys.stdout.errors == "strict"
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace" if strict else None)
     for number in (signal.SIGTERM, signal.SIGHUP):  # these signals end the command like Ctrl-C, with its clean-up
-        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup the signal stays ignored
             signal.signal(number, signal.default_int_handler)
     screen = Screen(sys.stderr)
     out, err = Shown(sys.stdout, screen), Shown(sys.stderr, screen)
@@ -119,15 +119,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answered(words: list[str], screen: Screen, out: Shown) -> int:
-    """One command's exit code, also after an error."""
+    """Runs the command; returns its exit code, also after an error."""
     try:
         code = _run(words, screen, out)
         sys.stdout.flush()
     except GpufleetError as error:
         return _say(error, out)
-    except BrokenPipeError:  # for example gpufleet logs | head
+    except BrokenPipeError:  # such as in `gpufleet logs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE  # like other tools: 0 would mean that doctor found nothing, or that results has all
+        return 128 + signal.SIGPIPE  # as other tools do: 0 would mean that doctor found nothing
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -161,7 +161,7 @@ def _run(words: list[str], screen: Screen, out: Shown) -> int:
     own_json = any(action.dest == "json" for action in command._actions)
     if not own_json and name not in WITHOUT_JSON:
         command.add_argument("--json", action="store_true", help="one object; `gpufleet schema answers` has its schema")
-    args = command.parse_intermixed_args(words[1:])  # options may stand between STACK and TEXT
+    args = command.parse_intermixed_args(words[1:])  # allows options between STACK and TEXT
     screen.quiet = getattr(args, "quiet", False)
     out.folds = name not in FOR_PROGRAMS and not any(getattr(args, option, None) for option in ("json", "focus"))
     out.answers_first = name in ANSWERS
@@ -178,8 +178,8 @@ def _run(words: list[str], screen: Screen, out: Shown) -> int:
 
 @contextmanager
 def _without_blas_threads() -> Iterator[None]:
-    """Within the block, a numpy imported for the first time starts no threads, which would spin for products that
-    nothing here needs: a twenty-fifth of a bill's time. Processes started later get the old environment.
+    """If numpy is first imported within the block, it starts no threads: they would take a twenty-fifth of a bill's
+    time, waiting for products that no command computes. Processes started later get the old environment.
     """
     name = "OPENBLAS_NUM_THREADS"
     before = os.environ.get(name)
@@ -211,7 +211,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _refused(error: Exception) -> GpufleetError | None:
-    """The sentence for a refusal by AWS or by the connection to it; None for other errors. Imports no botocore."""
+    """The error for a refusal by AWS or by the connection to it; None for other errors. It imports no botocore."""
     if "botocore" not in sys.modules:
         return None
     from gpufleet.infra.account.refusals import refusal
@@ -228,9 +228,7 @@ def _of_the_machine(error: OSError) -> GpufleetError:
         return GpufleetError(f"{cause}: free some space there, or name a folder with room in TMPDIR, then run it again")
     # from os.getcwd: `gpufleet cloud` removes its project when it ends
     if path is None and error.errno == errno.ENOENT:
-        return GpufleetError(
-            "the folder in which this was run is not there any more: cd into a project, then run it again"
-        )
+        return GpufleetError("the folder in which this was run no longer exists: cd into a project, then run it again")
     if path is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
         path = Path.cwd()  # the error of a write to a full disk names no file
     where = f"{path}: " if path else ""
@@ -243,8 +241,8 @@ def _say(error: GpufleetError, out: Shown) -> int:
             print(out.envelope.text(2, str(error)), flush=True)
             return 2
         print(f"gpufleet: {error}", file=sys.stderr)
-    except OSError:  # stderr is full or closed: nothing can be printed; 1 would be a wrong answer
-        # otherwise an unwritten buffer would make the exit code 120
+    except OSError:  # stderr is full or closed, so that nothing can be printed
+        # otherwise the unwritten buffer would make the exit code 120
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     return 2
 

@@ -1,9 +1,9 @@
-"""The errors for all mistakes of users, as one tree.
+"""All errors that users can act on, as one tree.
 
 GpufleetError                  shown to the user without a traceback; exit code 2
-├── DefinitionError            the definition file: every problem at once
-├── PriceMissing               a bill line without a price
-└── AwsRefused                 AWS answered no, or something it needs is not there
+├── DefinitionError            the definition file is wrong; lists all problems
+├── PriceMissing               a line of the bill has no price
+└── AwsRefused                 AWS refused, or something in the account is missing
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 
 from gpufleet.job.text import counted
 
-SHOWN = 20  # the most problems of one file that are printed; the rest are counted
+SHOWN = 20  # most problems of a file that are printed; the others are counted
 
 
 def short(text: str) -> str:
-    """The text, cut to 100 characters for a message: a line of a file may have any length."""
+    """The text, cut to 100 characters for a message, because a line of a file may have any length."""
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 class BeforeLaunch(str):
-    """A warning about something to do before `pulumi up`. All other warnings are only worth knowing."""
+    """A warning about something to do before `pulumi up`. Other warnings are only worth knowing."""
 
     __slots__ = ()
 
@@ -35,10 +35,10 @@ class GpufleetError(Exception):
 class Problem:
     """One problem of a definition file."""
 
-    path: str  # fleet.instance_types[0]
+    path: str  # such as fleet.instance_types[0]
     value: str  # the value as written in the file
     allowed: str  # the allowed values
-    hint: str = ""  # nearest valid name, or what to do
+    hint: str = ""  # the nearest valid name, or what to do
     line: int | None = None  # the line in the definition file, if known
     unknown_key: bool = False  # whether `value` is an unknown key
 
@@ -46,14 +46,14 @@ class Problem:
         where = f"line {self.line}, {short(self.path)}" if self.line else short(self.path)
         wrong = f"{short(self.value)!r} is not accepted" if self.value else "missing"
         wrong = "unknown key" if self.unknown_key else wrong
-        if self.hint and self.unknown_key:  # shown before the list of known keys, which is long
+        if self.hint and self.unknown_key:  # the hint comes before the long list of known keys
             return f"{where}: {wrong}. {self.hint} Allowed: {self.allowed}."
         hint = f" {self.hint}" if self.hint else ""
         return f"{where}: {wrong}; allowed: {self.allowed}.{hint}"
 
 
 def in_order(problems: list[Problem]) -> list[Problem]:
-    """The problems by line; of several for one value, only the one from the first form of the file that refuses it."""
+    """The problems by line; if several forms of the file refuse the same value, only the problem of the first form."""
     first: dict[tuple[object, ...], Problem] = {}
     for problem in problems:
         first.setdefault((problem.path, problem.line, problem.value), problem)
@@ -61,9 +61,7 @@ def in_order(problems: list[Problem]) -> list[Problem]:
 
 
 def of_form(section: str, problems: list[Problem]) -> list[Problem]:
-    """Problems of the file with `section` laid over it. A problem whose text is elsewhere in the file names the
-    section.
-    """
+    """The problems of the file with `section` laid over it. A problem whose text is outside this section names it."""
     return [
         problem
         if problem.path.startswith(f"{section}.")
@@ -73,7 +71,7 @@ def of_form(section: str, problems: list[Problem]) -> list[Problem]:
 
 
 class DefinitionError(GpufleetError):
-    """The definition file is wrong. It carries all its problems, in file order."""
+    """The definition file is wrong. The error has all its problems, in the file's order."""
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
         self.source = source
@@ -84,10 +82,8 @@ class DefinitionError(GpufleetError):
 
 
 class PriceMissing(GpufleetError):
-    """A bill line has no price in the catalog and is not on the list of unpriced ones."""
+    """A line of the bill has no price in the catalog."""
 
 
 class AwsRefused(GpufleetError):
-    """AWS refused, or something a run needs does not exist. The message says what is missing or refused, and what to do
-    about it.
-    """
+    """AWS refused, or something that a run needs does not exist. The message says what, and what to do about it."""

@@ -1,5 +1,5 @@
-"""Shows long work: a bar with rate and time left on a terminal, a plain line now and then in a log, nothing with
-`--quiet`. tqdm draws, and is imported with the first bar.
+"""Shows the progress of long work: on a terminal as a bar with rate and time left, in a log as a plain line now and
+then, and with `--quiet` not at all. tqdm draws the bars, and is imported for the first one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TextIO
 from gpufleet.job.progress import Gauge
 from gpufleet.job.text import printable
 
-BAR_S = 0.5  # shorter work has no bar
-LINES_S = (10.0, 30.0)  # seconds until the first line of a log, and between later ones
+BAR_S = 0.5  # work that takes less has no bar
+LINES_S = (10.0, 30.0)  # seconds until the first line in a log, and between later lines
 
 
 class Screen:
@@ -28,7 +28,7 @@ class Screen:
         self._bar: _Bar | None = None
 
     def show(self, label: str, total: int | None, unit: str) -> Gauge | None:
-        """A bar or lines; see job.progress.Show."""
+        """Makes a bar, or lines; see job.progress.Show."""
         if self.quiet:
             return None
         if not self._stream.isatty() or os.environ.get("TERM") == "dumb":
@@ -37,7 +37,7 @@ class Screen:
         return self._bar
 
     def write(self, stream: TextIO, text: str) -> int:
-        """Writes `text`, with the bar removed before it and drawn again below it."""
+        """Writes `text`: removes the bar first, and draws it again below."""
         if self._bar is None:
             return stream.write(text)
         self._bar.clear()
@@ -53,12 +53,12 @@ class Screen:
 
 
 class _Bar:
-    """A bar of tqdm's. Several threads may advance it, as in a download."""
+    """A bar drawn by tqdm. Several threads may advance it, as in a download."""
 
     def __init__(self, label: str, total: int | None, unit: str, stream: TextIO) -> None:
         from tqdm import tqdm
 
-        tqdm.monitor_interval = 0  # tqdm's thread would redraw bars that rarely advance; Screen.write does that
+        tqdm.monitor_interval = 0  # no thread of tqdm that redraws bars, because Screen.write does so
         many = {"unit_scale": True} if unit == "B" else {"unit": f" {unit}"}
         self._tqdm = tqdm(
             desc=label, total=total, file=stream, leave=False, delay=BAR_S, dynamic_ncols=True, **{"unit": unit, **many}
@@ -100,7 +100,7 @@ class Lines:
             self._say(self._line(now - self._began))
 
     def close(self) -> None:
-        """The command itself prints a last line."""
+        """Does nothing, because the command itself prints a last line."""
 
     def _line(self, seconds: float) -> str:
         from tqdm import tqdm
@@ -119,16 +119,15 @@ class Lines:
 
 
 def argument(parser: argparse.ArgumentParser) -> None:
-    """Adds --quiet."""
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress: only the answer, warnings and errors")
 
 
 def say(args: argparse.Namespace, to: Callable[[str], None] = print) -> Callable[[str], None]:
-    """`to` for a command's progress lines; with --quiet only for its warnings."""
+    """A function that passes a command's progress lines to `to`; with --quiet, only its warnings."""
     if not args.quiet:
         return to
     return lambda line: to(line) if line.lower().startswith("warning") else None
 
 
 def _nothing() -> None:
-    """Replaces clearing and drawing of a closed bar."""
+    """Takes the place of clearing and drawing once a bar is closed."""

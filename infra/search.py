@@ -1,9 +1,8 @@
-"""Which runs of a campaign lose, and which values are tried next. Optuna decides: its pruners and its samplers, by ask
-and tell.
+"""Decides which runs of a campaign lose, and which values are tried next, by Optuna's pruners and samplers.
 
-A study is made anew at each look, from what the runs have told, in the order of time. So a driver that was killed, or
-another one, decides as the first would have done, and there is no file that can be lost. Figures are judged at the
-multiples of `every`, as two runs may log at different steps.
+A new Optuna study is made for each decision, from the figures that the runs have reported, in the order of time. So any
+driver decides like one that was killed, and there is no file that can be lost. Figures are compared at multiples of
+`every`, because runs may log at different steps.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from gpufleet.job.contract.reading import DoubtError
 if TYPE_CHECKING:
     import optuna
 
-TRIES = 50  # of a draw that gives values which were drawn before
-DIGITS = 6  # of a drawn number
-JUDGED = 16  # judgements of a run in a simulated campaign with the slow median
+TRIES = 50  # how often a draw is repeated if its values were already drawn
+DIGITS = 6  # significant digits of a drawn number
+JUDGED = 16  # most judgements of a run in a simulated campaign with the median pruner, which is slow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,12 +40,12 @@ class MetricFigure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialProgress:
-    """What a run has told of the metric. `ended` is the reason of its end; None: it goes on."""
+    """What a run has reported of the metric. `ended`: the reason of its end; None if it goes on."""
 
     name: str
     figures: tuple[MetricFigure, ...] = ()
     ended: str | None = None
-    values: Mapping[str, str] | None = None  # those that were drawn for it
+    values: Mapping[str, str] | None = None  # the values that were drawn for the run
 
     @classmethod
     def read(
@@ -61,7 +60,7 @@ class TrialProgress:
         return self.figures[-1].figure if self.figures else None
 
     def judged(self, every: int) -> Iterator[tuple[float, int, float]]:
-        """The first figure at or after each multiple of `every`: its time, which multiple it is, and the figure."""
+        """Yields the first figure at or after each multiple of `every`: its time, the multiple's number, the figure."""
         for multiple, figures in groupby(self.figures, lambda line: line.step // every):
             if multiple:
                 first = next(figures)
@@ -84,18 +83,17 @@ def list_metrics(lines: bytes) -> list[str]:
 
 
 def require_optuna() -> None:
-    """Raises GpufleetError if Optuna is not installed."""
     if find_spec("optuna") is None:
         raise GpufleetError("a campaign with a pruner or a sampler needs Optuna: pip install 'gpufleet[search]'")
 
 
 def find_losers(described: CampaignFile, runs: Sequence[TrialProgress]) -> list[str]:
-    """The names of the runs that go on, and that the pruner would have stopped by now."""
+    """The names of those running trials that the pruner would have stopped by now."""
     return _retell(described, runs)[1] if described.pruner else []
 
 
 def draw(described: CampaignFile, runs: Sequence[TrialProgress]) -> dict[str, str] | None:
-    """Values for the next run, as text by key; None if the sampler gives none that is new."""
+    """Values for the next run, as text by key; None if the sampler gives no new values."""
     study, _ = _retell(described, runs)
     taken = [run.values for run in runs]
     for number in range(TRIES):
@@ -108,7 +106,7 @@ def draw(described: CampaignFile, runs: Sequence[TrialProgress]) -> dict[str, st
 
 
 def _retell(described: CampaignFile, runs: Sequence[TrialProgress]) -> tuple[optuna.Study, list[str]]:
-    """A study that was told all that the runs have told, in its order, and the runs that go on but lose."""
+    """A study with everything that the runs have reported, in the order of time; and the running trials that lose."""
     study = _make_study(described)
     trials = [_ask(study, described.draw, run.values) for run in runs]
     events = [
@@ -139,7 +137,9 @@ def _ask(study: optuna.Study, ranges: Mapping[str, DrawnRange], values: Mapping[
 
 
 def _tell_end(study: optuna.Study, trial: optuna.Trial, figure: float | None, *, is_whole: bool) -> None:
-    """Tells the end of a run. One that ended before its work was done counts as stopped, with its newest figure."""
+    """Adds the end of a run to the study. A run that ended before its work was done counts as stopped, with its newest
+    figure.
+    """
     from optuna.trial import TrialState
 
     if figure is None:
@@ -165,7 +165,7 @@ def _make_study(described: CampaignFile) -> optuna.Study:
 
 
 def _make_sampler(described: CampaignFile, seed: str) -> optuna.samplers.BaseSampler:
-    """The sampler. Each draw has a seed of its own, or a study that is made anew would repeat its first draw."""
+    """The sampler. Each draw needs its own seed, because a new study would otherwise repeat its first draw."""
     import optuna
 
     number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4])
@@ -190,7 +190,7 @@ def _make_distributions(ranges: Mapping[str, DrawnRange]) -> dict[str, optuna.di
 
 
 def _as_text(value: Any, allowed: DrawnRange) -> str:
-    """The drawn value as text, a number to its sixth digit unless that leaves the range."""
+    """The drawn value as text. A number is rounded to DIGITS digits, unless that would leave the range."""
     if not isinstance(value, float):
         return str(value)
     short = f"{value:.{DIGITS}g}"
@@ -202,9 +202,9 @@ def _as_value(text: str, allowed: DrawnRange) -> Any:
 
 
 def simulate_shares(described: CampaignFile, judgements: Sequence[int], orders: int) -> list[list[float]]:
-    """The share of its work that each run does before it is stopped, for so many drawn orders of how good the runs
-    are. `judgements` is how often each is judged until its end. Assumed is that a run keeps its rank from its first
-    figure on, and that all runs take as long from one judgement to the next.
+    """The share of its work that each run does before it is stopped, for `orders` random rankings of the runs.
+    `judgements`: how often each run is judged until its end. It is assumed that a run keeps its rank from its first
+    figure on, and that all runs take the same time from one judgement to the next.
     """
     import numpy as np
 
@@ -215,7 +215,7 @@ def simulate_shares(described: CampaignFile, judgements: Sequence[int], orders: 
 def _play_order(described: CampaignFile, judgements: Sequence[int], figures: Iterable[float]) -> list[float]:
     study, shares = _make_study(described), [1.0] * len(judgements)
     waiting = [*enumerate(figures)][::-1]
-    going_on: list[tuple[int, int, float, Any, list[int]]] = []  # by when a run is judged next
+    going_on: list[tuple[int, int, float, Any, list[int]]] = []  # ordered by when a run is judged next
     now = 0
     while waiting or going_on:
         while waiting and len(going_on) < described.at_once:
@@ -237,7 +237,7 @@ def _play_order(described: CampaignFile, judgements: Sequence[int], figures: Ite
 
 
 def _list_judgements(described: CampaignFile, count: int) -> list[int]:
-    """The judgements of a run that can stop it, of `count` until its end, and the end."""
+    """Those of a run's `count` judgements that can stop it, and its end."""
     if described.pruner == "median":
         stride = max(1, count // JUDGED)
         return [*range(stride, count, stride), count]

@@ -1,5 +1,5 @@
-"""What a person sees: each line folded at a word at the terminal's width, the answer bold, problems in colour. A pipe,
-or a user with NO_COLOR, gets the same words without any of it.
+"""Formats output for a terminal: lines are folded between words at its width, the answer is bold, problems are
+coloured. A pipe, or a user with NO_COLOR, gets the same words without that.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ COLOURS = (
     (re.compile(r"gpufleet:|\s*PROBLEM\b|FAILED\b"), "31"),
     (re.compile(r"\s*[Ww]arning\b|Before you launch\b"), "33"),
     (re.compile(r"\s*ok\b"), "32"),
-)  # by how a line begins, in the terminal's own palette
+)  # the beginning of a line, and its colour in the terminal's palette
 
 
 class Shown:
-    """A stream that removes terminal escapes, except its own: much of what commands show was written by others, a job,
-    a node, AWS, anybody with access to the bucket.
+    """A stream that removes terminal escapes, except its own, because much of what commands show was written by others:
+    a job, a node, AWS, anybody with access to the bucket.
     """
 
     def __init__(self, stream: TextIO, screen: Screen) -> None:
@@ -32,7 +32,7 @@ class Shown:
         self._has_colour = self._is_terminal and not os.environ.get("NO_COLOR")
         self.answers_first = False  # whether the next line is the command's answer
         self.envelope: Envelope | None = None  # the object into which a command with --json writes its output
-        self.folds = True  # whether a line wider than the terminal may be folded: text for programs may not
+        self.folds = True  # whether lines wider than the terminal may be folded; False for text for programs
 
     def write(self, text: str) -> int:
         """Writes the text, formatted for the terminal."""
@@ -42,7 +42,6 @@ class Shown:
         return self._screen.write(self._stream, text)
 
     def flush(self) -> None:
-        """Flushes written text."""
         self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:

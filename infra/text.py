@@ -1,4 +1,4 @@
-"""Tables of plain ASCII, and lines of text no wider than the terminal."""
+"""Makes tables of plain ASCII, and wraps text to the terminal's width."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from decimal import Decimal
 
 
 def hours(value: float) -> str:
-    """The hours with two decimals, or with two digits if they are few: 77.68, 0.0052."""
+    """The hours with two decimals, or with two significant digits if there are few: 77.68, 0.0052."""
     return f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def share(value: float) -> str:
-    """The share as whole percent, a small one as such: 12%, under 1%, 0%."""
+    """The share in whole percent: 12%, 0%, or `under 1%` if it is small."""
     return "under 1%" if 0 < value < 0.005 else f"{value:.0%}"
 
 
 def about_hours(value: Decimal) -> str:
-    """The hours with two digits, from ten on whole: 0.57, 1.8, 14."""
+    """The hours with two significant digits, from ten on as a whole number: 0.57, 1.8, 14."""
     return f"{value:.0f}" if value >= 10 else f"{float(value):.2g}"
 
 
 def table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), spare: Sequence[int] = ()
 ) -> Iterator[str]:
-    """Heads, a rule, and the rows; the columns in `right` are right-aligned. On a terminal too narrow for all columns,
-    the first of `spare` are omitted.
+    """Yields heads, a rule, and the rows. `right`: columns to right-align. `spare`: columns that are left out, in this
+    order, if the terminal is too narrow.
     """
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     shown = list(range(len(heads)))
@@ -40,12 +40,12 @@ def table(
 
 
 def columns(most: int = 100) -> int:
-    """The greatest width of a line: the terminal's, at most `most`, which also applies without a terminal."""
+    """The greatest width of a line: that of the terminal, but at most `most`; `most` if there is no terminal."""
     return min(most, shutil.get_terminal_size((most, 24)).columns)
 
 
 def wrap(text: str, width: int = 100, indent: int = 2) -> list[str]:
-    """The text in lines of at most `width`, later ones indented; words stay whole."""
+    """The text in lines of at most `width`, broken only between words; later lines are indented."""
     return textwrap.wrap(
         text, columns(width), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )

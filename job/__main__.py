@@ -3,21 +3,21 @@ writes to S3.
 
 Everything else of the run lies in WORKDIR: data/, ckpt/, job.log, packages/ (what the image lacks, installed first).
 
-environment, set by the node script; without it a run of this machine alone:
+environment, set by the node script; if it is not set, the run is of this machine alone:
   GPUFLEET_RUN_URI         s3://BUCKET/RUN or a folder, for what is kept (default: store/RUN beside WORKDIR)
   GPUFLEET_INSTANCE_ID, GPUFLEET_INSTANCE_TYPE, GPUFLEET_ZONE, GPUFLEET_LAUNCHED_AT, GPUFLEET_NODE_UPTIME,
   GPUFLEET_PULLED_S        the machine, for its price and its record (default: one called local, started now)
-  GPUFLEET_ADDRESS         where the other nodes of the run reach this one (of one node: none)
-  GPUFLEET_CAPACITY        spot or on-demand, of a run that may use both
-  GPUFLEET_JOB_CONTAINER   1: the node starts another container for what trains
+  GPUFLEET_ADDRESS         where the other nodes of the run reach this one (one node: not set)
+  GPUFLEET_CAPACITY        spot or on-demand, if the run may use both
+  GPUFLEET_JOB_CONTAINER   1: the node starts another container for the training
   AWS_ENDPOINT_URL, AWS_EC2_METADATA_SERVICE_ENDPOINT
-                           where AWS is, when it is the embedded one
+                           the address of an embedded AWS
 
 exit codes:
   0   the run is over: finished, or a limit was reached; done.json says which
-  70  it failed for good: run.json is not accepted, or the trainer's fatal.json says why
-  71  this machine is refused (GPUs, pre-flight, bytes that arrive wrong): another may go on
-  75  interrupted, the newest checkpoint published where there was time: go on elsewhere, not here
+  70  the run failed for good: run.json is not accepted, or the trainer's fatal.json says why
+  71  this machine is refused (GPUs, pre-flight, bytes that arrive wrong); another one may go on
+  75  interrupted; the newest checkpoint is published if time sufficed: go on elsewhere, not here
   any other: a crash; the next attempt goes on from the newest checkpoint
 """
 
@@ -45,7 +45,7 @@ from gpufleet.job.supervisor import bootstrap
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One attempt at the run."""
+    """One attempt at the run; returns the exit code."""
     summary, _, epilog = (__doc__ or "").partition("\n\n")
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
@@ -70,11 +70,11 @@ def supervise(run_json: Path) -> int:
     except ValueError as error:
         sys.stdout.write(f"fatal: {error}\n")
         return AttemptExit.FAILED
-    with run_json.open("rb") as held:  # an attempt empties the folder first, so no other attempt may be working in it
+    with run_json.open("rb") as held:  # an attempt empties the folder first, so no other attempt may work in it
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            sys.stdout.write(f"{run_json} is being run already: wait for that attempt, or end it\n")
+            sys.stdout.write(f"{run_json} is already being run: wait for that attempt, or end it\n")
             return AttemptExit.CRASHED
         return attempt(run, node, run_json.parent, clock)
 
@@ -101,7 +101,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
     ranks = run.config.ranks(len(gpus), run.nodes)
     launched, alone = batch.launched(run.config, ranks // run.nodes), run.nodes == 1
     ended = workdir / ENDED if launched > 1 or (run.config.processes == "per GPU" and not alone) else None
-    # A command has a container too, without gpufleet's Python. Its host, which runs here, requests that container.
+    # A command has a container too, without gpufleet's Python. Its host runs in this container and requests that one.
     contained = JOB_CONTAINER in environment and run.config.processes != "own"
     above = leash.ABOVE if contained else ""
 
@@ -123,7 +123,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
 
     def start(rung: int) -> Child:
         child = early.pop() if early else begin()
-        # the trainer was killed while it waited, perhaps for lack of memory; this costs no attempt
+        # the trainer was killed while it waited, perhaps for lack of memory; that costs no attempt
         if child.poll() is not None:
             child = begin()
         child.go(rung)
@@ -140,7 +140,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
 
         takes_over = bool(node.capacity) and not run.rates(node.type, node.zone, node.capacity).moves
 
-        def known_fleets() -> list[str]:  # both fleets of a run with a fallback
+        def known_fleets() -> list[str]:  # there are two if the run has a fallback
             return [entry.key.removeprefix(FLEETS) for entry in store.entries(FLEETS)] if node.capacity else []
 
         world = Outside(

@@ -51,7 +51,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def parse_object(content: bytes | None) -> dict[str, Any] | None:
-    """The JSON object in `content`; None if that is missing, torn, or no object."""
+    """The JSON object in `content`; None if it is missing, torn, or not an object."""
     if content is None:
         return None
     try:
@@ -67,8 +67,8 @@ def objects(lines: bytes) -> list[dict[str, Any]]:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None as in `parse_object`. Raises PermissionError, because a file that may not be read
-    is not missing, and a new one is no remedy.
+    """The JSON object in a file; None as in `parse_object`. Raises PermissionError: a file that may not be read is not
+    missing, and a new one would not help.
     """
     try:
         return parse_object(path.read_bytes())

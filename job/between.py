@@ -1,7 +1,8 @@
 """Measures how fast the nodes of a run reach one another: all ranks at once add up a tensor across nodes.
 
-A ready-made job measures it before its first step. Before a command it runs as a program in that command's image, whose
-torch, NCCL and network libraries it must measure. So it imports nothing of gpufleet, and runs on Python 3.8.
+A ready-made job measures this before its first step. Before a command, the module runs as a program in the command's
+image, whose torch, NCCL and network libraries it must measure. So it imports nothing of gpufleet, and runs on Python
+3.8.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ SHARE = 0.4  # least share of the data sheet's rate; TCP, to which NCCL falls ba
 BYTES = 64 << 20
 BEST_OF, TIMES = 4, 3  # a sound network may be busy for a moment, and the first round warms it up
 TOLD = "gpufleet-between "  # the prefix of the line that the program prints
-WAIT_S = 900.0  # for the ranks of the other nodes, whose set-up may take longer
+WAIT_S = 900.0  # seconds to wait for the ranks of the other nodes, whose set-up may take longer
 VIA = re.compile(r"via NET/([^/\n]+)/")  # in NCCL's log, per channel between two nodes (2.4 to 2.31, transport/net.cc)
 
 
 def judge(gb_s: float, gbps: float, transport: str = "") -> list[str]:
-    """Reasons to refuse these nodes for a slow network, on cards of `gbps` (0: not known); empty if there are none."""
+    """Why these nodes are refused for a slow network, on cards of `gbps` (0 if unknown); empty if they are not."""
     if not gbps or gb_s * 8 >= SHARE * gbps:
         return []
     over, share = f" over {transport}" if transport else "", gb_s * 8 / gbps

@@ -1,7 +1,7 @@
 """A clock that never goes back, for money and limits.
 
-A machine's clock may be set while a run goes on. The count of seconds since its boot cannot be set, and also runs while
-it is suspended. All processes of a run add that count to one time that the first of them read.
+Somebody may set a machine's clock while a run goes on. Nobody can set the count of seconds since its boot, which also
+runs while the machine is suspended. All processes of a run add that count to one time that the first of them has read.
 
 The node's own Python reads this file: nothing newer than 3.9 here.
 """

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 BLOCK = 1 << 20
-CLONE = 0x40049409  # FICLONE, linux/fs.h: the file's blocks are shared until one of the two is written
+CLONE = 0x40049409  # FICLONE, linux/fs.h: two files share blocks until one of them is written
 MOST_LINKS = 40  # links followed for one path, as many as Linux follows
 MOST_DEEP = 100  # nested folders: each takes an open descriptor while it is listed
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
@@ -58,10 +58,10 @@ class ForeignFolder:
         return False
 
     def files(self, path: Path, skipped: Collection[str] = ()) -> Iterator[tuple[str, Callable[[], os.stat_result]]]:
-        """The names of regular files and links below the folder at `path`, with `/` between their parts; each with a
-        function that returns its state, or raises OSError if it is no regular file in the folder. Yields nothing if
-        there is no such folder; folders named in `skipped` are not entered. The function works only until the next name
-        is asked for.
+        """The names of regular files and links below the folder at `path`, with `/` between their parts. With each name
+        comes a function that returns its state, or raises OSError if it is no regular file in the folder. Yields
+        nothing if there is no such folder; folders named in `skipped` are not entered. The function works only until
+        the next name is asked for.
         """
         try:
             top = self._open(path, stat.S_ISDIR)
@@ -96,10 +96,11 @@ class ForeignFolder:
 
     def is_written(self, path: Path) -> bool | None:
         """Whether any process of the machine has the file open for writing, or has mapped it so. None if the system
-        cannot tell.
+        does not show that.
 
-        The kernel grants a lease for reading only if nobody has. The lease is held for a moment; a process that opens
-        the file meanwhile waits for its end, and this process gets a SIGIO. Files of another user need CAP_LEASE.
+        The kernel grants a lease for reading only if there is no such process. The lease is held for a moment; a
+        process that opens the file meanwhile waits for its end, and this process gets a SIGIO. Files of another user
+        need CAP_LEASE.
         """
         if not hasattr(fcntl, "F_SETLEASE"):
             return None
@@ -138,7 +139,7 @@ class ForeignFolder:
 
     def copy(self, source: Path | BinaryIO, target: Path) -> None:
         """Copies the bytes of `source`, a path or an open file, into a new file `target`; at least one of the two is in
-        the folder. It shares blocks on disks that can, and keeps holes.
+        the folder. Shares blocks if the disk can, and keeps holes.
         """
         if isinstance(source, Path):
             with self.open(source) if source.is_relative_to(self.path) else source.open("rb") as read:
@@ -160,7 +161,6 @@ class ForeignFolder:
                 _remove(path.name, folder)
 
     def remove_empty(self, path: Path) -> None:
-        """Removes the folder at `path` if it is empty."""
         folder = self._open(path.parent, stat.S_ISDIR)
         with _closing(folder):
             os.rmdir(path.name, dir_fd=folder)
@@ -196,7 +196,7 @@ class ForeignFolder:
             return _open_pipe(path.name, way, folder)
 
     def _open(self, path: Path, is_wanted: Callable[[int], bool]) -> int:
-        """A descriptor of the file or folder at `path`, if its mode is one that `is_wanted`."""
+        """A descriptor of the file or folder at `path`, if `is_wanted` accepts its mode."""
         way, waiting, links = [os.open(self.path, _FOLDER)], [*reversed(path.relative_to(self.path).parts)], 0
         try:
             while waiting:
@@ -232,9 +232,7 @@ class ForeignFolder:
 
     @contextmanager
     def _made(self, path: Path) -> Iterator[int]:
-        """A descriptor of the folder at `path`. It makes missing folders, and removes whatever stands in the place of
-        one.
-        """
+        """A descriptor of the folder at `path`. Makes missing folders, and replaces whatever else has such a name."""
         folder = os.open(self.path, _FOLDER)
         try:
             for part in path.relative_to(self.path).parts:
@@ -262,7 +260,7 @@ class ForeignFolder:
 
 
 def _refused(path: Path) -> OSError:
-    return OSError(errno.EINVAL, "neither a regular file nor a folder, or it leads out of its folder", str(path))
+    return OSError(errno.EINVAL, "it is neither a regular file nor a folder, or it leads out of its folder", str(path))
 
 
 @contextmanager
@@ -317,8 +315,8 @@ def _allow(descriptor: int, rights: int) -> None:
 def _copy(source: int, target: int) -> None:
     """Copies the bytes of one descriptor to another, which is at its beginning."""
     size, at, disk = os.fstat(source).st_size, 0, os.fstatvfs(target)
-    if size > disk.f_blocks * disk.f_frsize:  # sending the file later would send its holes as zeros
-        raise OSError(errno.EFBIG, "longer than the disk that it would lie on")
+    if size > disk.f_blocks * disk.f_frsize:  # a later upload would send its holes as zeros
+        raise OSError(errno.EFBIG, "it is longer than the disk that it would lie on")
     with suppress(OSError):
         fcntl.ioctl(target, CLONE, source)
         return

@@ -20,7 +20,7 @@ from typing import Any
 
 MIB = 1024 * 1024
 INTERVAL_S = 5
-MEAN_OF = 60  # samples: five minutes
+MEAN_OF = 60  # samples that the mean covers: five minutes
 KILL_S = 5.0  # seconds that a killed nvidia-smi may take to end
 QUERY = "index,utilization.gpu,memory.used,temperature.gpu"
 # After these errors a GPU needs a reset or is broken: double-bit memory errors, a failed row remapping, off the bus,
@@ -33,9 +33,9 @@ XID_EVENT, WAIT_MS, TIMED_OUT = 0x8, 1000, 10  # nvml.h: nvmlEventTypeXidCritica
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """The GPUs at one moment. None where the driver does not tell."""
+    """The GPUs at one moment. None if the driver does not give the value."""
 
-    use: float | None  # percent, of the least busy GPU: a mean would hide one that waits behind seven that work
+    use: float | None  # percent of the least busy GPU: a mean would hide one that waits behind seven that work
     busiest: float | None
     memory_gb: float | None  # memory used on the fullest GPU, in units of 1e9 bytes
     temperature_c: float | None  # temperature of the hottest GPU
@@ -47,7 +47,7 @@ class Sample:
 
 
 def ask(query: str, *, of: Sequence[int] = (), timeout_s: float = 60.0) -> list[list[str]]:
-    """nvidia-smi's answer to a query, a list for each GPU; empty where there is no working driver."""
+    """nvidia-smi's answer to a query, a list for each GPU; empty if there is no working driver."""
     words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
     words += ["-i", ",".join(map(str, of))] if of else []
     try:
@@ -63,7 +63,7 @@ def rows(answer: str) -> list[list[str]]:
 
 
 class Sampler:
-    """Watches the node's first `gpus` GPUs by one nvidia-smi and one thread on NVML; without them it is empty."""
+    """Watches the node's first `gpus` GPUs by one nvidia-smi and one thread on NVML; empty without them."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class Sampler:
         self.now: Sample | None = None
         self.used_at = clock()  # the time at which a GPU was last busy, or its use was unknown
         self.xids = list[int]()
-        self._told = 0  # Xid errors reported so far
-        self._gone: str | None = None  # the GPU that is missing, once nvidia-smi has ended by itself
+        self._told = 0  # Xid errors that were reported already
+        self._gone: str | None = None  # the missing GPU, once nvidia-smi has ended by itself
         self._clock, self._count = clock, gpus
         self._recent: collections.deque[float] = collections.deque(maxlen=MEAN_OF)
         self._process: subprocess.Popen[str] | None = None
@@ -106,15 +106,15 @@ class Sampler:
         return {**figures, **({"gpu_xid": float(new[-1])} if new else {})}
 
     def lost(self) -> str:
-        """Why a GPU of this node is broken; empty if none is."""
+        """How a GPU of this node is broken; empty if none is."""
         if self._gone is None and self._process is not None and self._process.poll() is not None:
             count = len(ask("index", timeout_s=KILL_S))
             self._gone = f"{count} of {self._count} GPUs answer" if count < self._count else ""
         return next((f"Xid {xid}, {LOST[xid]}" for xid in self.xids if xid in LOST), self._gone or "")
 
     def close(self) -> None:
-        """Ends nvidia-smi and the thread. An nvidia-smi that waits for a GPU off the bus cannot be killed: this leaves
-        it behind, because waiting for it would hold up a node that is paid for.
+        """Ends nvidia-smi and the thread. An nvidia-smi that waits for a GPU off the bus cannot be killed: it is left
+        behind, because waiting for it would hold up a node that is paid for.
         """
         self._ended.set()
         if self._process is not None:

@@ -24,8 +24,8 @@ def read(path: Path) -> list[Any]:
 
 
 class Ledger:
-    """<workdir>/stages/NAME.jsonl. Opening it cuts off a last line that was not written to its end; another line that
-    is no JSON object, after a power cut, is skipped, and its result is made again.
+    """<workdir>/stages/NAME.jsonl. When it is opened, a last line that was not written to its end is cut off. Another
+    line that is not a JSON object, after a power cut, is skipped, and its result is made again.
     """
 
     def __init__(self, path: Path) -> None:

@@ -22,7 +22,7 @@ SCHEMA = 1
 # Settings that do not change the time of a step, an evaluation or a save: amount of work, seed, rate, intervals; each
 # kind of job adds its own `leaves_speed`. Every other setting counts, a new one too.
 SPEED_LEFT = ("seed", "gpus", "checkpoint", "guard", "deliver", "log", "eval.every", "data.source", "optim")
-_COUNTS = ("optim.kind",)  # counts although its section does not
+_COUNTS = ("optim.kind",)  # counts, although its section does not
 WARM_UP = 10  # steps after a start or a growth that are not timed: compilation, caches, the allocator
 NEARLY = 0.995  # share of a step's rows; a smaller share is not a rounding error
 _BESIDE = ("timed", "best", "stop")  # kinds of saves between steps; one at a phase's end has no time and delays no step
@@ -45,7 +45,7 @@ def code_sha256(experiment: str, folder: Path | None = None) -> str:
 
 
 def phases(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What lines of metrics.jsonl tell of each phase, in order. A figure is None if the lines do not tell it:
+    """What the lines of metrics.jsonl show about each phase, in order. A figure is None if the lines do not show it:
 
     `step_ms` {median, q1, q3} over all steps except the warm-up of each start, a step with fewer rows scaled to all;
     `evaluation_s` for one evaluation; `save` {bytes, blocks_s} for one save, and `every_steps` between two scheduled
@@ -146,8 +146,8 @@ def _matches_any(path: str, names: Sequence[str]) -> bool:
 
 
 def _full(record: Mapping[str, Any], before: Mapping[str, Any]) -> float:
-    """The share of their full rows that a line's steps had. The last step of all epochs may have fewer: `tok_s` shows
-    that, while `tokens` counts it as whole.
+    """The share of their full rows that a line's steps had. The last step of all epochs may have fewer rows: `tok_s`
+    shows that, while `tokens` counts the step as whole.
     """
     steps, tokens = ((record.get(key) or 0) - (before.get(key) or 0) for key in ("step", "tokens"))
     if not before or not record.get("tok_s") or steps <= 0 or tokens <= 0:
@@ -159,7 +159,7 @@ def _full(record: Mapping[str, Any], before: Mapping[str, Any]) -> float:
 def _intervals(
     own: Sequence[Mapping[str, Any]], middle_ms: float, saves: Mapping[int, metrics.Save]
 ) -> Iterator[tuple[Mapping[str, Any], float]]:
-    """Each line with the seconds since the line before that neither its steps nor a save explains."""
+    """Each line with the seconds since the line before that are explained neither by its steps nor by a save."""
     for before, record in itertools.pairwise(own):
         if record.get("resumed") is not None:
             continue

@@ -22,7 +22,7 @@ from gpufleet.job.contract.workdir import CHECKPOINTS, ENDED, LOG, METRICS, STEP
 from gpufleet.job.supervisor.child import FIRST_SIGN_S, Child, GroupedProcess, JobLog, trainer
 from gpufleet.job.supervisor.world import Trainer
 
-TICK_S = 0.02  # a save's duration is known to within this
+TICK_S = 0.02  # seconds between two looks, which is how exact a save's duration is
 
 
 class ProbeFailedError(Exception):
@@ -31,9 +31,10 @@ class ProbeFailedError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult:
-    """`phases` is what job.measured.phases returns, with what only an observer sees: `save.write_s` and the `rung`
-    (with `micro` and `checkpointing`) of each. `finish_s` is None if the probe was stopped before the experiment's end.
-    `stop_s` is the time from the request to stop until its checkpoint was whole; None if it made none.
+    """The result of a probe. `phases` is what job.measured.phases returns, with facts that only an observer sees:
+    `save.write_s` and the `rung` (with `micro` and `checkpointing`) of each. `finish_s` is None if the probe was
+    stopped before the experiment's end. `stop_s` is the time from the request to stop until its checkpoint was whole;
+    None if there was no such checkpoint.
     """
 
     phases: list[dict[str, Any]]
@@ -75,10 +76,10 @@ def run(
 ) -> ProbeResult:
     """Trains in `workdir` (run.json, data/, inputs/) to the end, or until step `stop_at` is logged.
 
-    `save_at`: by phase, the step from which on it asks for one checkpoint; `save_wait_s`: how long after `stop_at` it
-    waits for one. `steps`: the number of steps, for a progress bar. `ranks`: the number of training processes, of
-    `module`, unless `start` starts them. If memory runs out it goes down the ladder, as a run does. Raises
-    ProbeFailedError.
+    `save_at`: by phase, the step from which on one checkpoint is asked for. `save_wait_s`: how long to wait for a
+    checkpoint after `stop_at`. `steps`: the number of steps, for a progress bar. `ranks`: the number of training
+    processes, of `module`, unless `start` starts them. If memory runs out, the probe goes down the ladder, as a run
+    does. Raises ProbeFailedError.
     """
     plan = _Plan(workdir, stop_at, save_at or {}, save_wait_s, say, steps)
     with Path(os.devnull).open("wb") as nowhere:
@@ -109,7 +110,10 @@ def _run(
                 while (code := child.poll()) is None:
                     _look(plan, seen, now := clock(), advance)
                     if now > began + FIRST_SIGN_S and _last(workdir) is None:
-                        reason = f"no step in {FIRST_SIGN_S / 60:.0f} min; of a command: does job.progress match?"
+                        reason = (
+                            f"no step in {FIRST_SIGN_S / 60:.0f} min; if this is a command, does job.progress match"
+                            " its lines?"
+                        )
                         raise ProbeFailedError(f"{reason}\n{_end_of_log(workdir)}")
                     sleep(TICK_S)
         finally:
@@ -150,7 +154,7 @@ def _starter(
 ) -> Callable[[int], Trainer]:
     """A function that starts the trainer on a rung as job/__main__.py does, with its output only in job.log."""
     log = JobLog(workdir / LOG, stream=nowhere)
-    # Do not search the current folder for modules: it is a user's, who may have a gpufleet/ there.
+    # The current folder belongs to a user, who may have a gpufleet/ there, so modules are not searched in it.
     environment = {**environment, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
     ended = workdir / ENDED if ranks > 1 else None
 
@@ -227,7 +231,7 @@ def _failure_reason(workdir: Path, code: int) -> str:
     if (fatal := Fatal.read(workdir)) is not None:
         return f"{fatal.error}: {fatal.detail}"
     if code in (TrainerExit.FINISHED, TrainerExit.STOPPED):
-        return "no step was timed, the first 10 never are: ask for more --steps; a run that short cannot be measured"
+        return "no step was timed, because the first 10 never are: ask for more --steps"
     return f"the trainer ended with {code}; {_end_of_log(workdir)}"
 
 

@@ -1,4 +1,4 @@
-"""How much of a long piece of work is done. The working code reports it; commands show it (infra/progress.py)."""
+"""How much of a long piece of work is done. The working code reports this; commands show it (infra/progress.py)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Gauge(Protocol):
 
 # The arguments: what is done, its amount (None: unknown), the amount's unit ("B" for bytes).
 Show = Callable[[str, int | None, str], Gauge | None]
-_show: list[Show] = []  # the last one shows the work
+_show: list[Show] = []  # the last entry shows the work
 
 
 @contextmanager
 def shown_by(show: Show) -> Iterator[None]:
-    """Work in the block is shown by `show`."""
+    """Lets `show` show the work in the block."""
     _show.append(show)
     try:
         yield
@@ -46,4 +46,4 @@ def shown(label: str, total: int | None, unit: str = "B") -> Iterator[Advance]:
 
 
 def _unseen(amount: int) -> None:
-    """Shows nothing, because nobody looks."""
+    """Shows nothing."""

@@ -1,11 +1,11 @@
-"""Numbers with their nouns and moments, as text; and text of others, such that it may be printed."""
+"""Numbers with their nouns, and moments, as text; and a stranger's text in a form that may be printed."""
 
 from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
 
-# Controls but for line feed and tab, marks that turn the direction of reading, halves of surrogate pairs.
+# Control characters except line feed and tab, marks that turn the direction of reading, halves of surrogate pairs.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -21,6 +21,6 @@ def stamp(moment: datetime) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with what a terminal would obey shown as escapes. A lone carriage return ends a line."""
+    """The text, with escapes instead of characters that a terminal would obey. A lone carriage return ends a line."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n")
     return _OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), lines)

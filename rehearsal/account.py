@@ -1,6 +1,4 @@
-"""Makes the resources that an AWS account has before anything is declared, and lists everything that it contains
-later.
-"""
+"""Makes the resources that an AWS account has before anything is declared; lists everything that it contains later."""
 
 from __future__ import annotations
 
@@ -231,7 +229,7 @@ def inventory(
 
 
 def messages(account: str) -> list[str]:
-    """The subjects of the messages that the topics' subscribers got."""
+    """The subjects of the messages that subscribers of the topics got."""
     topics = [topic for sns in list(sns_backends[account].values()) for topic in sns.topics.values()]
     return [str(sent[2]) for topic in topics for sent in topic.sent_notifications]
 
@@ -249,7 +247,7 @@ def statements(account: str, profile: str) -> list[dict[str, Any]]:
 
 
 def statements_of(account: str, role_arn: str) -> list[dict[str, Any]] | None:
-    """The current statements of a role's inline policies; None: there is no such role."""
+    """The current statements of a role's inline policies; None if there is no such role."""
     roles = list(iam_backends[account]["aws"].roles.values())
     return next((role_statements(role) for role in roles if role.arn == role_arn), None)
 
@@ -261,7 +259,7 @@ def role_statements(role: Any) -> list[dict[str, Any]]:
 
 
 def forget(account: str) -> None:
-    """Drops everything moto holds for the account."""
+    """Drops everything that moto holds for the account."""
     every: list[Any] = list(BackendDict._instances)  # type: ignore[misc]
     for backends in every:
         if account in backends:

@@ -1,7 +1,6 @@
-"""AWS actions that moto lacks or answers wrongly. These actions replace moto's for accounts that belong to a Cloud;
-other accounts keep moto's behaviour. Each action answers in the API's own spelling, and moto's serializers write the
-protocol. EC2 refuses to delete a resource in use. moto would delete it, so this module refuses such a request before
-moto sees it.
+"""AWS actions that moto lacks or answers wrongly, for accounts that belong to a Cloud; other accounts keep moto's
+behaviour. Each action answers in the API's own spelling, and moto's serializers write the protocol. EC2 refuses to
+delete a resource in use. moto would delete it, so this module refuses such a request before moto sees it.
 """
 
 from __future__ import annotations
@@ -108,15 +107,13 @@ def _violation(message: str) -> EC2ClientError:
     return EC2ClientError("DependencyViolation", message)
 
 
-FLEETS: dict[str, FleetController] = {}  # by account: the controller that answers
+FLEETS: dict[str, FleetController] = {}  # the controller that answers for each account
 
 
 Action = Callable[[FleetController, Any], Any]  # arguments: the account's fleets, moto's response
 
 
 def _of_fleets(method: Callable[[FleetController, str, dict[str, Any]], dict[str, Any]]) -> Action:
-    """An action that the fleet controller answers."""
-
     def action(fleets: FleetController, response: Any) -> Any:
         response.error_on_dryrun()
         return ActionResult(method(fleets, response.region, _params(response)))
@@ -133,7 +130,8 @@ def _describe_spot_price_history(fleets: FleetController, response: Any) -> Any:
     filters = {f["Name"]: f["Values"] for f in params.get("Filters") or []}
     kinds = params.get("InstanceTypes") or filters.get("instance-type") or []
     zones = [params["AvailabilityZone"]] if params.get("AvailabilityZone") else filters.get("availability-zone")
-    at = params.get("StartTime") or fleets.clock.now()  # the price at the start was set before the requested time span
+    # the price at the start of the requested time span was set before it
+    at = params.get("StartTime") or fleets.clock.now()
     wanted = {"instance-type": kinds, **({"location": zones} if zones else {})}
     offered = response.ec2_backend.describe_instance_type_offerings("availability-zone", wanted)
     history = [
@@ -178,7 +176,7 @@ def _describe_capacity_reservations(fleets: FleetController, response: Any) -> A
 
 
 def _get_ebs_default_kms_key_id(fleets: FleetController, response: Any) -> Any:
-    return ActionResult({"KmsKeyId": "alias/aws/ebs"})  # AWS's answer for an account that never chose a key
+    return ActionResult({"KmsKeyId": "alias/aws/ebs"})  # AWS gives this answer for an account that never chose a key
 
 
 def _terminate_instances(fleets: FleetController, response: Any) -> Any:
@@ -203,7 +201,7 @@ def _create_image(fleets: FleetController, response: Any) -> Any:
 
 
 def _deregister_image(fleets: FleetController, response: Any) -> Any:
-    """DeregisterImage: moto would keep the snapshots also if asked to delete them."""
+    """DeregisterImage: moto would keep the snapshots even if asked to delete them."""
     asked, ec2 = _params(response), response.ec2_backend
     with_snapshots = str(asked.get("DeleteAssociatedSnapshots")).lower() == "true"
     deregister_image(ec2, asked["ImageId"], with_snapshots=with_snapshots)
@@ -349,7 +347,7 @@ _replace(StepFunctionResponse, "list_state_machine_versions", _list_state_machin
 
 
 def _rule_description(rule: SecurityGroupRule) -> str | None:
-    """The description of a rule; moto forgets it when the rule names a group."""
+    """The description of a rule; moto forgets it if the rule names a group."""
     description: str | None = rule.ip_range.get("Description") or rule.source_group.get("Description")
     return description
 
@@ -390,8 +388,8 @@ _moto_get_permission = FakeBucket.get_permission
 
 
 def _get_permission(bucket: FakeBucket, action: str, resource: str) -> Any:
-    """A bucket policy's answer, with loopback counted as TLS: moto does not know aws:SecureTransport, so a TLS-only
-    policy would refuse everything.
+    """A bucket policy's answer, with loopback counted as TLS. moto does not know aws:SecureTransport, so a policy that
+    demands TLS would refuse everything.
     """
     if bucket.account_id not in FLEETS or bucket.policy is None:
         return _moto_get_permission(bucket, action, resource)

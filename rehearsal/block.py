@@ -1,6 +1,4 @@
-"""Makes a Capacity Block for a rehearsal: the account has bought the block that the file names, and it has just
-begun.
-"""
+"""Makes a Capacity Block for a rehearsal: the account has bought the block in the file, and it has just begun."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ NOT_BOUGHT = "cr-00000000000000000"  # stands for a block that the file only pri
 
 
 def begun(definition: StackDefinition, changed: Change | None, now: datetime) -> Change | None:
-    """A change of the definition: applies `changed`, then sets the block's start to a minute ago, with the same length;
-    only `changed` if there is no block.
+    """A change of the definition: applies `changed`, then sets the block's start to a minute ago, with the same length.
+    Only `changed` if there is no block.
     """
     block = definition.fleet.block
     if not block:
@@ -36,7 +34,7 @@ def begun(definition: StackDefinition, changed: Change | None, now: datetime) ->
 
 
 def bought(definition: StackDefinition) -> Reservation | None:
-    """The reservation that the account has for the run's nodes; None without a block."""
+    """The reservation that the account has for the run's nodes; None if there is no block."""
     fleet = definition.fleet
     block = fleet.block
     if not block:

@@ -12,13 +12,13 @@ from gpufleet.infra.canary import stacks
 from gpufleet.infra.canary.flight import Flight
 from gpufleet.infra.canary.stacks import EMBEDDED, Scale
 from gpufleet.rehearsal import environment, scratch
-from gpufleet.rehearsal import fis as fis  # moto's FIS, with interruption notices
+from gpufleet.rehearsal import fis as fis  # adds interruption notices to moto's FIS
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine
 from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.node import NodeRunner
 
-HABITS = Habits(relaunch_s=1.0)  # seconds of notice, as AWS gives; tests of other behaviour wait less
+HABITS = Habits(relaunch_s=1.0)  # a notice comes 120 s ahead, as on AWS; tests of other behaviour use shorter times
 
 
 def flight(
@@ -30,7 +30,7 @@ def flight(
     by_notice: bool = True,
     scale: Scale = EMBEDDED,
 ) -> Flight:
-    """A flight in a new scratch project against this cloud. `real`: as Engine.open has it."""
+    """A flight in a new scratch project against this cloud. `real`: as in Engine.open."""
     scratch.make(project, {})
     settings = cloud.environment()
 
@@ -52,5 +52,4 @@ def flight(
 
 
 def nodes(cloud: Cloud, folder: Path) -> NodeRunner:
-    """The runner of the embedded AWS's nodes, whose scripts run with this Python."""
     return NodeRunner(cloud, folder, lambda root: Path(sys.executable).parent)

@@ -47,12 +47,12 @@ from gpufleet.rehearsal.imds import Imds
 from gpufleet.rehearsal.launch import CloudInstance, Launcher, Reservation
 from gpufleet.rehearsal.schedules import Schedules
 
-# without this, moto lists its package's folder for each request under a lock, which takes half a millisecond
+# otherwise moto lists its package's folder for each request under a lock, which takes half a millisecond
 _SERVICES = frozenset(backends.list_of_moto_modules())
 backends.list_of_moto_modules = lambda: _SERVICES
 _ACCOUNTS = itertools.count(111_122_223_333)
 TICK_S = 0.1
-WORD = "rehearsal"  # the value of a secret that the shell does not give
+WORD = "rehearsal"  # the value of a secret for which the shell has none
 
 
 class Cloud:
@@ -69,7 +69,7 @@ class Cloud:
         region: str = "us-east-2",
         port: int = 0,
     ) -> None:
-        os.environ.update(past_proxies(os.environ))  # also for the clients of this process
+        os.environ.update(past_proxies(os.environ))  # the clients of this process read them too
         self.root = root
         self.clock: Clock = clock or SystemClock()
         self.region = region
@@ -86,7 +86,7 @@ class Cloud:
         )
         self.schedules = Schedules(self.account, self.fleets, self._tags_of)
         self.endpoint = ""
-        self.launch, self.end = launch, end  # called for every instance that starts, and for every one that ends
+        self.launch, self.end = launch, end  # called for every instance that starts or ends
         self.copy: Callable[[str, CloudInstance], None] | None = None  # called for every AMI made of an instance's disk
         self.trouble: OSError | None = None  # why this machine could not start a launched instance
         self._port = port
@@ -158,9 +158,7 @@ class Cloud:
         }
 
     def client(self, service: str, region: str | None = None) -> Any:
-        """A boto3 client of this Cloud with the dummy credentials. Clients are cached, because making one for EC2 takes
-        50 ms.
-        """
+        """A boto3 client of this Cloud with the dummy credentials. It is cached: making one for EC2 takes 50 ms."""
         import boto3
 
         key = service, region or self.region
@@ -175,11 +173,11 @@ class Cloud:
         return self._clients[key]
 
     def instances(self) -> list[CloudInstance]:
-        """Every instance a fleet ever launched here, in order; `ended_at` says which are gone."""
+        """Every instance that a fleet ever launched here, in order; `ended_at` shows which ones have ended."""
         return list(self.fleets.instances.values())
 
     def interrupt(self, instance_id: str) -> None:
-        """Interrupts the instance: it gets the notice now, and ends after `notice_s` of the habits."""
+        """Interrupts the instance: it gets a notice now, and ends after `notice_s` of the habits."""
         self.fleets.notice(instance_id)
 
     def kill(self, instance_id: str) -> None:
@@ -188,11 +186,10 @@ class Cloud:
         self.tick()
 
     def rebalance(self, instance_id: str) -> None:
-        """Gives the instance a rebalance recommendation."""
         self.fleets.rebalance(instance_id)
 
     def shut_down(self, instance_id: str) -> None:
-        """Acts on a shutdown by the instance's operating system, as the launch template says."""
+        """Treats a shutdown by the instance's operating system as the launch template demands."""
         if self.fleets.instances[instance_id].shutdown_behavior == "terminate":
             self.launcher.terminate(instance_id)
         else:
@@ -250,7 +247,6 @@ class Cloud:
             self._gate.images |= {(name, tag): digest, (name, digest): digest}
 
     def metadata(self, instance_id: str) -> Imds:
-        """The instance's metadata service."""
         return self._imds[instance_id]
 
     def inventory(self) -> dict[account.Resource, dict[str, str]]:
@@ -258,7 +254,7 @@ class Cloud:
         return account.inventory(self.account, self._fleet_tags)
 
     def leftovers(self, tags: Mapping[str, str] | None = None) -> dict[account.Resource, dict[str, str]]:
-        """Everything that exists beyond what the account began with; with `tags`, only what carries all of them."""
+        """Everything beyond the account's initial resources; with `tags`, only resources that have all of them."""
         wanted = dict(tags or {}).items()
         return {
             key: has for key, has in self.inventory().items() if key not in self._baseline and wanted <= has.items()
@@ -298,7 +294,7 @@ class Cloud:
         if self.launch is not None:
             try:
                 self.launch(instance)
-            except OSError as error:  # such as a full disk: this machine has failed, not AWS
+            except OSError as error:  # for example a full disk: this machine has failed, not AWS
                 self.trouble = error
 
     def _copied(self, image: str, instance: CloudInstance) -> None:

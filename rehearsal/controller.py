@@ -3,7 +3,7 @@
 It follows the AWS column of the table in docs/rehearsal.md. A maintain fleet replaces nodes that end. ModifyFleet and
 expiry terminate nodes with a notice. A failed launch is an event, not an error of CreateFleet. An instant fleet
 launches at once, answers with its errors, and stays in `deleted_terminating`. Requests and answers are dicts in the EC2
-API's own spelling; protocols are decided elsewhere.
+API's own spelling; moto handles the protocols.
 """
 
 from __future__ import annotations
@@ -48,15 +48,13 @@ class FleetController:
         self.on_end = on_end
         self.on_image = on_image
         self.habits = habits
-        self.expired_state = "deleted"  # or "active": nobody has verified which state AWS gives an expired fleet
+        self.expired_state = "deleted"  # or "active": it is unverified which state AWS gives an expired fleet
         self.fleets: dict[str, CloudFleet] = {}
         self.instances: dict[str, CloudInstance] = {}
         self.lock = threading.RLock()
 
     def create(self, region: str, request: dict[str, Any]) -> dict[str, Any]:
-        """CreateFleet. Creates a fleet. It raises the errors that AWS returns at once; other errors appear in the
-        fleet's history.
-        """
+        """CreateFleet. Raises the errors with which the call fails; other errors appear in the fleet's history."""
         with self.lock:
             tags = refuse_at_create(self.launcher, region, request)
             now = self.clock.now()
@@ -81,7 +79,7 @@ class FleetController:
             return {"FleetId": fleet.id, "Errors": fleet.errors, "Instances": launched}
 
     def modify(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """ModifyFleet: total capacity (also 0), template configs and excess policy of an active maintain fleet."""
+        """ModifyFleet: total capacity (0 too), template configs and excess policy of an active maintain fleet."""
         with self.lock:
             fleet = self._get(region, str(request.get("FleetId")))
             if fleet.type != "maintain":
@@ -105,7 +103,7 @@ class FleetController:
             return {"Return": True}
 
     def delete(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """DeleteFleets, with one answer for each fleet, also when its node ended long ago."""
+        """DeleteFleets, with one answer for each fleet, even if its node ended long ago."""
         terminate = bool(request.get("TerminateInstances"))
         done: list[dict[str, Any]] = []
         failed: list[dict[str, Any]] = []
@@ -130,8 +128,8 @@ class FleetController:
             return {"SuccessfulFleetDeletions": done, "UnsuccessfulFleetDeletions": failed}
 
     def describe(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """DescribeFleets, including deleted fleets for as long as AWS shows them. Instant fleets are described only by
-        id (API reference, 2026-11-27). Unlike tags, states are always current.
+        """DescribeFleets. It includes deleted fleets for as long as AWS shows them; instant fleets are described only
+        by id (API reference, 2026-11-27). States are always current, tags are not.
         """
         with self.lock:
             self.tick()
@@ -140,7 +138,7 @@ class FleetController:
             return {"Fleets": [fleet.data(self.living(fleet.id)) for fleet in wanted]}
 
     def _listed(self, region: str) -> list[CloudFleet]:
-        """The region's fleets, without those that are too new to appear in AWS's lists."""
+        """The region's fleets, except those that are too new for AWS's lists."""
         shown = self.clock.now() - timedelta(seconds=self.habits.shown_s)
         return [fleet for fleet in self.fleets.values() if fleet.region == region and fleet.created <= shown]
 
@@ -172,7 +170,7 @@ class FleetController:
             return {"FleetId": fleet.id, "ActiveInstances": active}
 
     def describe_history(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """DescribeFleetHistory from StartTime on, optionally of one EventType."""
+        """DescribeFleetHistory from StartTime on, optionally only of one EventType."""
         kinds = {
             "instance-change": ("instanceChange",),
             "fleet-change": ("fleetRequestChange",),
@@ -224,12 +222,10 @@ class FleetController:
             self._notify(self.instances[instance_id], self.clock.now())
 
     def rebalance(self, instance_id: str) -> None:
-        """Gives the instance a rebalance recommendation, after which nothing happens by itself."""
         with self.lock:
             self.instances[instance_id].rebalance_at = self.clock.now()
 
     def living(self, fleet_id: str) -> list[CloudInstance]:
-        """The fleet's instances that have not ended."""
         return [i for i in self.instances.values() if i.fleet_id == fleet_id and not i.ended_at]
 
     def _reap(self, fleet: CloudFleet, now: datetime) -> None:
@@ -271,7 +267,7 @@ class FleetController:
         if fleet.next_launch and now < fleet.next_launch:
             return
         if fleet.excess == "no-termination" and fleet.launched >= fleet.target:
-            return  # AWS replaces neither interrupted nor hand-terminated instances (API reference, ModifyFleet)
+            return  # AWS does not replace interrupted or hand-terminated instances (API reference, ModifyFleet)
         if fleet.type != "maintain" and fleet.launched >= fleet.target:
             return
         while len(self.living(fleet.id)) < fleet.target:
@@ -285,7 +281,7 @@ class FleetController:
             self._launched(fleet, node)
 
     def _launch_at_once(self, fleet: CloudFleet, now: datetime) -> None:
-        """Launches as many nodes of an instant fleet as possible; the answer has the errors of the others."""
+        """Launches as many nodes of an instant fleet as possible; the answer has the errors of the other launches."""
         while len(self.living(fleet.id)) < fleet.target:
             try:
                 self._launched(fleet, self._launch(fleet, now))
@@ -303,7 +299,7 @@ class FleetController:
         self.on_launch(node)
 
     def _launch(self, fleet: CloudFleet, now: datetime) -> CloudInstance:
-        """Launches a node. Raises LaunchFailedError, also when the template or the subnet no longer exists."""
+        """Launches a node. Raises LaunchFailedError, also if the template or the subnet no longer exists."""
         try:
             pools = self._pools(fleet)
         except EC2ClientError as gone:
@@ -365,7 +361,7 @@ USER_DATA_LIMIT = 16 * 1024  # bytes before base64 (EC2 User Guide, run commands
 
 
 def refuse_at_create(launcher: Launcher, region: str, request: dict[str, Any]) -> dict[str, str]:
-    """Makes every check at which CreateFleet itself fails, and gives the fleet's own tags."""
+    """Makes every check at which CreateFleet itself fails. Returns the fleet's own tags."""
     kind, capacity = str(request.get("Type") or "maintain"), request.get("TargetCapacitySpecification") or {}
     if kind != "instant" and capacity.get("DefaultTargetCapacityType") == "capacity-block":
         raise EC2ClientError("InvalidParameterValue", f"capacity-block is not supported by fleets of type {kind}")

@@ -42,14 +42,14 @@ class EngineStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """The effects of one command of the engine."""
+    """What one command of the engine did."""
 
     ok: bool
     # Resources by operation; an unchanged one is `same`, or `kept` in InProcess's destroy.
     changes: Mapping[str, int]
     steps: tuple[EngineStep, ...]
-    diagnostics: str  # the text below Diagnostics
-    outputs: Mapping[str, Any]  # outputs; after a preview those that are known before anything exists
+    diagnostics: str  # the text below the heading Diagnostics
+    outputs: Mapping[str, Any]  # after a preview, only outputs that are known before anything exists
     text: str = ""  # the whole output
 
     def affected(self, operation: str) -> set[str]:
@@ -82,7 +82,7 @@ class Engine(ABC):
     def open(
         folder: Path, environment: Mapping[str, str], stack: str, *, say: Say | None = None, real: bool | None = None
     ) -> Iterator[Engine]:
-        """Opens an engine. With `real` None, it takes the `pulumi` on PATH if there is one, else the in-process runner.
+        """Opens an engine. If `real` is None, it uses the `pulumi` on PATH if there is one, else the in-process runner.
         `say` gets every line as it is printed.
         """
         write_project(folder)
@@ -95,7 +95,7 @@ class Engine(ABC):
 
 
 def write_project(folder: Path) -> None:
-    """Writes the project files of `gpufleet init`, for the Python that runs this."""
+    """Writes the project files of `gpufleet init`, for the Python that runs this process."""
     python = {"toolchain": "pip", "virtualenv": sys.prefix}
     for file, text in project.files(folder, "gpufleet", python).items():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +215,7 @@ class InProcess(Engine):
         raise RuntimeError("refresh needs the Pulumi engine")
 
     def destroy(self) -> Result:
-        """Deletes in the reverse order of creation and skips what no longer exists, as with `refresh: always`."""
+        """Deletes in reverse order of creation; skips resources that no longer exist, as with `refresh: always`."""
         deleted, retained, regions = [], 0, dict[str, Aws]()
         created = json.loads(self._state.read_text())["resources"] if self._state.exists() else []
         for resource in reversed(created):

@@ -46,8 +46,8 @@ class Rehearsal:
     runner: NodeRunner
     watch: Watch | None = None
     stand_in: bool = False  # whether a stand-in replaces a command's script
-    until: str | None = None  # for a run without interruptions: whether it should end by itself or by a limit
-    torch_s: float = 0.0  # how long a new process takes to import torch on this machine
+    until: str | None = None  # for a run without interruptions: whether its own end or a limit should end it
+    torch_s: float = 0.0  # seconds that a new process takes to import torch on this machine
 
     @property
     def name(self) -> str:
@@ -92,7 +92,7 @@ class Resumption:
     resumed_step: int
     started_s: float | None  # seconds from the next node's launch to its first step
     signalled: bool  # whether a command got its signal
-    reason: str  # why the restored checkpoint was made; empty: there was none
+    reason: str  # why the restored checkpoint was made; empty if there is none
     observed: Observed = field(default_factory=Observed)  # the next node's observations of a command
     doubt: str = ""  # why the interrupted node's last checkpoint does not count
 
@@ -141,7 +141,7 @@ class Evidence:
                 first += phase.steps
 
     def steps_done(self) -> dict[str, int]:
-        """Steps done in each phase that has steps, by name; fewer than planned where it ended early."""
+        """Steps done in each phase that has steps, by name; fewer than planned if the phase ended early."""
         steps = {}
         for phase, first, last in self.spans():
             own = [int(line["step"]) for line in self.metrics if first <= int(line["step"]) <= last]
@@ -175,8 +175,8 @@ class Evidence:
         return resumptions
 
     def _of_several(self, view: NodeView, before: int) -> Resumption:
-        """How several nodes went on after generation `before`. Where one node's command ends at its signal, the others'
-        end before theirs.
+        """How several nodes went on after generation `before`. If one node's command ends at its signal, the commands
+        of the other nodes end before their signals.
         """
         watch = self.rehearsal.watch
         assert watch is not None
@@ -228,7 +228,7 @@ def checks(evidence: Evidence) -> Iterator[Promise]:
     if definition.fleet.is_gang:
         for view, generation in rehearsal.watch.taken:
             if generation + 1 not in rehearsal.watch.generations:
-                yield Promise(name="went on together", figure=f"nobody did after {view.name} was gone", held=False)
+                yield Promise(name="went on together", figure=f"no node did after {view.name} was gone", held=False)
     for boundary in evidence.growths:
         yield Promise(name=f"growth into {boundary['phase']}", figure=_figures(boundary), held=_passed(boundary))
     for name, lines in evidence.stages.items():
@@ -262,11 +262,11 @@ def _fallback(evidence: Evidence) -> Promise:
 
 
 def _messages(rehearsal: Rehearsal) -> Promise:
-    """The promise that messages say that the run trains and how it ended; a node soon lost sends none."""
+    """The promise that messages report that the run trains and how it ended; a node that is soon lost sends none."""
     begun = f"gpufleet {rehearsal.name}, run {rehearsal.definition.run.id}: "
     messages = [message.removeprefix(begun) for message in account.messages(rehearsal.cloud.account)]
     held = all(any(message.startswith(beginning) for message in messages) for beginning in ("it trains", "it is over"))
-    return Promise(name="people are told", figure="; ".join(messages) or "nothing", held=held)
+    return Promise(name="messages to people", figure="; ".join(messages) or "nothing", held=held)
 
 
 def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
@@ -302,7 +302,7 @@ def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
 def _logged(rehearsal: Rehearsal) -> set[str]:
     """Log streams with content.
 
-    A stream without content shows nothing, because a container makes it before it prints.
+    A container makes its stream before it prints, so an empty stream shows nothing.
     """
     logs, group = rehearsal.cloud.client("logs"), str(rehearsal.engine.outputs()["log_group"])
     names = [stream["logStreamName"] for stream in logs.describe_log_streams(logGroupName=group)["logStreams"]]
@@ -311,18 +311,19 @@ def _logged(rehearsal: Rehearsal) -> set[str]:
 
 
 def _steps(evidence: Evidence, last: int) -> Promise:
-    """The promise that all steps were done. A run that may stop early has done only the steps up to its stop, and has
-    published the checkpoint of the last one. A command has done as many as the verdict on its end was based on.
+    """The promise that all steps were done. A run that may stop early must have done the steps up to its stop and
+    published the checkpoint of the last one. A command must have done the number on which the verdict on its end was
+    based.
     """
     watch, total = evidence.rehearsal.watch, evidence.total_steps
     assert watch is not None
     if any(phase.may_stop_early for phase in evidence.rehearsal.definition.job.parameters.phases()):
         held = last == max(watch.manifests, default=0) <= total
         done = sum(evidence.steps_done().values())
-        return Promise(name="steps", figure=f"{done} of at most {total}, it may stop early", held=held)
+        return Promise(name="steps", figure=f"{done} of at most {total}; it may stop early", held=held)
     config = evidence.rehearsal.definition.job.parameters
     counts = config.phases()[-1].counts
-    figure = f"{last}, of how many job.work does not say" if counts == "seconds" else f"{last} of {total}"
+    figure = f"{last}; job.work does not say of how many" if counts == "seconds" else f"{last} of {total}"
     return Promise(
         name=counts if counts == "epochs" else "steps", figure=figure, held=config.processes == "own" or last == total
     )
@@ -347,7 +348,7 @@ def leftovers(rehearsal: Rehearsal) -> Promise:
     resources, keeps_bucket = rehearsal.cloud.leftovers(), rehearsal.definition.storage.keep.bucket
     names = ", ".join(f"{kind} {name}" for kind, name in resources)
     if keeps_bucket and not resources:
-        return Promise(name=LEFT, figure="nothing, and the bucket was to be kept", held=False)
+        return Promise(name=LEFT, figure="nothing, but the bucket should have stayed", held=False)
     unwanted = [kind for kind, _ in resources if not (keeps_bucket and kind == "bucket")]
     asked = " (asked for)" if names and not unwanted else ""
     return Promise(name=LEFT, figure=f"{names or 'nothing'}{asked}", held=not unwanted)

@@ -42,7 +42,7 @@ def _start(response: Any) -> str:
 
 
 def _refused(response: Any, role_arn: str, arn: str) -> str:
-    """Why the experiment's role may not interrupt the instance; empty when it may."""
+    """Why the experiment's role may not interrupt the instance; empty if it may."""
     roles = iam_backends[response.current_account]["aws"].roles.values()
     role = next((candidate for candidate in roles if candidate.arn == role_arn), None)
     if role is None or "fis.amazonaws.com" not in role.assume_role_policy_document:

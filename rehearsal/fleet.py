@@ -23,8 +23,6 @@ class Event:
 
 @dataclass(slots=True)
 class CloudFleet:
-    """One fleet: the request that made it, and its state."""
-
     id: str
     region: str
     request: dict[str, Any]
@@ -36,7 +34,7 @@ class CloudFleet:
     history: list[Event] = field(default_factory=list)
     launched: int = 0
     next_launch: datetime | None = None
-    # for an instant fleet: the errors of launches that failed
+    # for an instant fleet: errors of failed launches
     errors: list[dict[str, Any]] = field(default_factory=list)
     expired: bool = False
     deleted_at: datetime | None = None
@@ -81,7 +79,7 @@ class CloudFleet:
             "ExcessCapacityTerminationPolicy": self.excess,
             "FulfilledCapacity": fulfilled,
             "FulfilledOnDemandCapacity": 0.0 if self.spot else fulfilled,
-            # Filled in by AWS (EC2 User Guide, describe your EC2 Fleet, 2026-11-25), as are the on-demand options.
+            # AWS fills in these and the on-demand options (EC2 User Guide, describe your EC2 Fleet, 2026-11-25).
             "TargetCapacitySpecification": {
                 **asked,
                 "OnDemandTargetCapacity": min(on_demand, self.target),

@@ -81,13 +81,13 @@ def asked(
         for arn, name in named.items()
     ]
     if request.action == "DeleteFleets" and fields.get("TerminateInstances") != ["false"]:  # true by default
-        # The request counts as having no tag, to be strict, because AWS's page names no resource.
+        # AWS's page names no resource, so the request counts as having no tag, which is the stricter choice.
         wishes.append(AccessRequest("ec2:TerminateInstances"))
     return wishes or [AccessRequest(action)]
 
 
 def _of_scheduler(request: Request, place: str) -> Iterator[AccessRequest]:
-    """The rights for a request to EventBridge Scheduler: on the schedule, and on the role that the request gives it."""
+    """The rights for a request to EventBridge Scheduler: on the schedule, and on the role in the request."""
     fields, name = json.loads(request.body or b"{}"), request.path.rpartition("/")[2]
     group = fields.get("GroupName") or parse_qs(request.query).get("groupName", ["default"])[0]
     yield AccessRequest(f"scheduler:{request.action}", f"arn:aws:scheduler:{place}:schedule/{group}/{name}")
@@ -106,7 +106,6 @@ def listing(request: Request) -> AccessRequest:
 
 
 def allowed(statements: Iterable[Statement], wish: AccessRequest) -> bool:
-    """Whether a statement allows it and none denies it."""
     answer = iam_policy.allowed(statements, wish)
     if answer is None:
         raise ValueError(f"the embedded AWS cannot tell from the role's policy whether it allows {wish.action}")
@@ -116,7 +115,7 @@ def allowed(statements: Iterable[Statement], wish: AccessRequest) -> bool:
 def _of_key(
     request: Request, wishes: Iterable[AccessRequest], key_of: Callable[[str], str | None]
 ) -> Iterator[AccessRequest]:
-    """S3's requests to the bucket's key for whoever reads or writes; each part of an upload needs both."""
+    """S3's requests to the bucket's key on behalf of whoever reads or writes; each part of an upload needs both."""
     needs = {
         "s3:GetObject": ["Decrypt"],
         "s3:PutObject": ["GenerateDataKey", *(["Decrypt"] * ("uploadId=" in request.query))],
@@ -187,7 +186,7 @@ class Gate:
         self.endpoint = ""  # set as soon as the port is known
         self.images: dict[tuple[str, str], str] = {}  # digests of real images, by name and tag or digest
         self.denied: set[tuple[str, str]] = set()  # (access key, action)
-        self.calls: list[tuple[str, str]] = []  # (access key, action), without S3's
+        self.calls: list[tuple[str, str]] = []  # (access key, action), except S3's
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         path = str(environ.get("PATH_INFO", ""))
@@ -214,9 +213,9 @@ class Gate:
         return self._answer(environ, start, service)
 
     def _answer(self, environ: dict[str, Any], start: Callable[..., Any], service: str) -> Iterable[bytes]:
-        """moto's answer. Only one request at a time reaches EC2: moto walks over its tables unguarded, and fails if
-        another request changes them. It closes the file of an object that is overwritten, also while another request
-        reads it: that request reads the new object.
+        """moto's answer. Requests to EC2 wait for each other: moto walks over its tables unguarded, and fails if
+        another request changes them. When an object is overwritten, moto closes its old file, even if another request
+        is reading it: that request then reads the new object.
         """
         with self._one_of_ec2 if service == "ec2" else contextlib.nullcontext():
             try:
@@ -227,8 +226,8 @@ class Gate:
                 return self.app(environ, start)
 
     def _simulated(self, key: str, environ: dict[str, Any]) -> tuple[str, dict[str, str], bytes]:
-        """Answers for IAM's simulator, which moto lacks: by its policies for a role, and for the user everything that
-        is not refused here.
+        """Answers in place of IAM's simulator, which moto lacks. A role may do what its policies allow, the user
+        everything that is not refused here.
         """
         asked = {name: value for name, (value,) in parse_qs(_body(environ).decode()).items()}
         statements = self.statements_of(asked["PolicySourceArn"])
@@ -254,7 +253,7 @@ class Gate:
         return "200 OK", {"Content-Type": "text/xml"}, whole.encode()
 
     def _passed_moment(self, environ: dict[str, Any], action: str) -> str:
-        """AWS's error for a schedule whose hour has passed; empty when it has not."""
+        """AWS's error for a schedule whose hour has passed; empty if it has not."""
         if action not in ("CreateSchedule", "UpdateSchedule"):
             return ""
         expression = str(json.loads(_body(environ))["ScheduleExpression"])
@@ -264,7 +263,9 @@ class Gate:
     def _of_node(
         self, environ: dict[str, Any], start: Callable[..., Any], service: str, region: str, action: str
     ) -> Iterable[bytes]:
-        """The refusal for a node's request without a right. Without the right to list, a missing object is refused."""
+        """The refusal of a node's request without a right; empty if it has the right. Without the right to list, a
+        missing object is refused too.
+        """
         statements = self.statements(str(environ.get("HTTP_X_AMZ_SECURITY_TOKEN", "")))
         if statements is None:
             return _send(start, environ, *_refusal(service, NODE_KEY))
@@ -277,7 +278,7 @@ class Gate:
             method=method,
             path=str(environ.get("PATH_INFO", "")),
             query=query,
-            # not for the parts of an upload, which have 64 MiB
+            # parts of an upload are not checked: they have 64 MiB
             body=_body(environ) if service != "s3" or method == "POST" else b"",
         )
         for wish in asked(request, self.tags, self.key_of):
@@ -322,7 +323,7 @@ def _scheduler_action(environ: dict[str, Any]) -> str:
 
 
 def _body(environ: dict[str, Any]) -> bytes:
-    """The request's body, left in place for the next reader."""
+    """The request's body, which stays readable for the next reader."""
     body: bytes = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
     environ["wsgi.input"] = io.BytesIO(body)
     return body
@@ -335,7 +336,7 @@ def _refusal(service: str, key: str) -> tuple[str, dict[str, str], bytes]:
         "iam": "InvalidClientTokenId",
         "sts": "InvalidClientTokenId",
     }.get(service, "UnrecognizedClientException")
-    who = f"The access key {key[:4]}... is" if key else "No access key was sent, and only the rehearsal's own is"
+    who = f"The access key {key[:4]}... is" if key else "No access key was sent; a missing key is"
     text = (
         f"{who} not of this embedded AWS. It takes only the dummy keys that `gpufleet cloud` prints; nothing was done."
     )

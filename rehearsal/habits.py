@@ -21,22 +21,22 @@ class Habits:
 
     notice_s: float = 120.0  # from a notice to the end of its node
     launch_s: float = 0.0  # from CreateFleet to the first node
-    relaunch_s: float = 5.0  # from a node's end to the next
-    retry_s: float = 30.0  # from a launch that failed to the next
-    shown_s: float = 0.0  # until lists have a new fleet
-    deleted_s: float = 0.0  # until a deleted fleet without nodes is called so
+    relaunch_s: float = 5.0  # from a node's end to the next node
+    retry_s: float = 30.0  # from a failed launch to the next try
+    shown_s: float = 0.0  # until lists contain a new fleet
+    deleted_s: float = 0.0  # until a deleted fleet without nodes has the state deleted
     codes: Mapping[str, str] = field(default_factory=dict)  # AWS's codes of refusals, by the codes of the embedded AWS
 
     def sentences(self) -> Iterator[str]:
         """The habits as lines for people."""
         yield f"the first node after {self.launch_s:g} s, the next ones after {self.relaunch_s:g} s"
-        yield f"a notice {self.notice_s:g} s ahead; a new fleet is listed after {self.shown_s:g} s"
-        yield f"a deleted fleet is called so after {self.deleted_s:g} s"
-        yield from (f"{other} in the place of {code}" for code, other in self.codes.items())
+        yield f"a notice comes {self.notice_s:g} s ahead; a new fleet is listed after {self.shown_s:g} s"
+        yield f"a deleted fleet has the state deleted after {self.deleted_s:g} s"
+        yield from (f"{other} instead of {code}" for code, other in self.codes.items())
 
 
 def recorded(proof: Proof) -> Habits:
-    """The account's habits: the median of its times, and the most time left when a node saw a notice."""
+    """The habits of a real account: the median of its times, and the most time left when a node saw a notice."""
     usual = Habits()
     return Habits(
         notice_s=proof.figure("notice.left_s", "most") or usual.notice_s,

@@ -1,7 +1,7 @@
 """Runs a command in its own image, with this machine's docker instead of the stand-in.
 
 Docker gets the node's own command line except for the log driver: the daemon has no keys for the embedded AWS, so the
-stand-in passes on what is printed (rehearsal/standins/docker.py). No GPU is requested, since a rehearsal uses the CPU.
+stand-in forwards the output (rehearsal/standins/docker.py). No GPU is requested, because a rehearsal uses the CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from gpufleet.job.node import container, jobs
 from gpufleet.job.node.outside import last_line
 
 ANSWERS_S = 120.0
-TORCHRUN_S = 30.0  # torchrun kills its workers after this, unless its torch reads another figure from the environment
+# torchrun kills its workers after so many seconds, unless its torch reads another figure from the environment
+TORCHRUN_S = 30.0
 LAUNCHED = re.compile(r"torchrun|torch\.distributed|accelerate\s+launch")
 # Prints an image's torch version and whether its launcher reads that variable; prints nothing if the image has no
 # torch.
@@ -45,13 +46,13 @@ class Docker:
     supervisor: str
 
     def environment(self) -> dict[str, str]:
-        """Variables for the stand-in: which docker to run, with the user's settings (host, context, logins)."""
+        """Variables for the stand-in: which docker it must run, with the user's settings (host, context, logins)."""
         own = {name: value for name, value in os.environ.items() if name.startswith("DOCKER_")}
         config = own.pop("DOCKER_CONFIG", "") or str(Path.home() / ".docker")
         return {**own, "GPUFLEET_DOCKER": self.program, "GPUFLEET_DOCKER_CONFIG": config}
 
     def require_reach(self, endpoint: str) -> None:
-        """Raises GpufleetError if a container in the host's network would be on another machine."""
+        """Raises GpufleetError if a container in the host's network runs on another machine."""
         address = urlsplit(endpoint)
         look = f"import socket; socket.create_connection(({address.hostname!r}, {address.port}), 10)"
         words = ("run", "--rm", "--network", "host", "--entrypoint", "python", self.supervisor, "-c", look)
@@ -62,7 +63,7 @@ class Docker:
             )
 
     def impatience(self, definition: StackDefinition) -> str:
-        """A sentence when the image's torchrun kills its workers before `stop.grace_s` is over; empty when it does not.
+        """A sentence if the image's torchrun kills its workers before `stop.grace_s` is over; empty if it does not.
 
         The node sets a variable that only the torch of 2026 and newer reads.
         """
@@ -102,23 +103,21 @@ class Docker:
         _refused(self.program, "unpause", jobs.name(instance))
 
     def give_back(self, folder: Path) -> None:
-        """Makes the user the owner of files that containers have written there as root, so that the user can remove
-        them.
-        """
+        """Gives files that containers have written there as root to the user, who can then remove them."""
         owner = f"{os.getuid()}:{os.getgid()}"
         mounted = ("--rm", "-v", f"{folder}:/nodes", "--entrypoint", "chown")
         _refused(self.program, "run", *mounted, self.supervisor, "-R", owner, "/nodes")
 
 
 def require(definition: StackDefinition, out: Callable[[str], None]) -> Docker:
-    """This machine's docker with the definition's images pulled. Raises GpufleetError without docker, or when an image
-    cannot be pulled.
+    """This machine's docker with the definition's images pulled. Raises GpufleetError if there is no docker, or if an
+    image cannot be pulled.
     """
     program = shutil.which("docker")
     if program is None:
-        raise GpufleetError("--image runs your image, and there is no docker on PATH: install Docker Engine")
+        raise GpufleetError("--image runs your image, but there is no docker on PATH: install Docker Engine")
     if refusal := _refused(program, "version", "-f", "{{.Server.Version}}"):
-        raise GpufleetError(f"--image runs your image, and docker's daemon does not answer ({refusal}): start it")
+        raise GpufleetError(f"--image runs your image, but docker's daemon does not answer ({refusal}): start it")
     digests = {image.partition("@")[0]: _pulled(program, image, out) for image in definition.job.images}
     named = (definition.job.supervisor_image or "").partition("@")[0]
     return Docker(program=program, digests=digests, supervisor=f"{named}@{digests[named]}")
@@ -144,4 +143,4 @@ def _refused(program: str, *words: str) -> str:
         done = subprocess.run([program, *words], capture_output=True, text=True, timeout=ANSWERS_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return (last_line(done.stderr) or f"it gave {done.returncode}") if done.returncode else ""
+    return (last_line(done.stderr) or f"exit code {done.returncode}") if done.returncode else ""

@@ -43,11 +43,11 @@ class Imds:
         self.instance = instance or _standalone_instance(self.clock.now())
         self.account, self.access_key, self.secret_key = account, access_key, secret_key
         self.fault: Fault | None = None  # the fault, on the two notice paths only, so that credentials still arrive
-        self.faults = 0  # number of answers that the fault has spoiled
+        self.faults = 0  # how many answers the fault has spoiled
         self.slow_s = 30.0  # how long a slow answer takes
         self.token_s = 0.0  # how long a token takes
-        self.requests: list[tuple[datetime, str, int]] = []  # when, path, status
-        self._tokens: dict[str, datetime] = {}  # by token: until when it is valid
+        self.requests: list[tuple[datetime, str, int]] = []  # time, path and status of each request
+        self._tokens: dict[str, datetime] = {}  # until when each token is valid
         self._closed = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
@@ -57,15 +57,15 @@ class Imds:
         self._thread.start()
 
     def notice(self, at: datetime) -> None:
-        """Makes the service say from now on that the instance will be terminated at `at`."""
+        """Makes the service report from now on that the instance will be terminated at `at`."""
         self.instance.notice_at, self.instance.terminate_at = self.clock.now(), at
 
     def rebalance(self, at: datetime) -> None:
-        """Makes the service give from now on a rebalance recommendation made at `at`."""
+        """Makes the service report from now on a rebalance recommendation made at `at`."""
         self.instance.rebalance_at = at
 
     def close(self) -> None:
-        """Stops answering. Ends the service; a second call does nothing."""
+        """Ends the service; a second call does nothing."""
         if not self._closed.is_set():
             self._closed.set()
             self._server.shutdown()
@@ -79,7 +79,7 @@ class Imds:
         self.close()
 
     def new_token(self, seconds: str | None) -> str | None:
-        """A new token; None when AWS would answer 400: a time to live of 1 s to 6 h is required."""
+        """A new token; None if AWS would answer 400: a time to live of 1 s to 6 h is required."""
         if seconds is None or not seconds.isascii() or not seconds.isdigit() or not 1 <= int(seconds) <= TOKEN_S:
             return None
         self._closed.wait(self.token_s)
@@ -88,7 +88,7 @@ class Imds:
         return token
 
     def read(self, path: str, token: str | None) -> tuple[int, str]:
-        """Returns status and body of a GET."""
+        """Status and body of the answer to a GET."""
         self.faults += self.fault is not None
         if token not in self._tokens or self.clock.now() >= self._tokens[token] or self.fault == "401":
             return 401, "401 - Unauthorized"

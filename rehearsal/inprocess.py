@@ -1,6 +1,6 @@
 """Runs the program without the Pulumi engine: `python -m gpufleet.rehearsal.inprocess preview|up FOLDER STACK REPORT`.
 
-It is a process of its own because the SDK's settings are global. The SDK's mock monitor takes the engine's place. A
+It is a separate process because the SDK's settings are global. The SDK's mock monitor takes the engine's place. A
 registration really creates the resource, through the same handlers as the gRPC provider. REPORT gets all requests with
 their options and dependencies.
 """
@@ -28,7 +28,7 @@ from gpufleet.rehearsal.handlers import handler, table
 from gpufleet.rehearsal.handlers.table import Aws, UnsupportedError
 from gpufleet.rehearsal.provider import plain, struct
 
-STASH = "pulumi:index:Stash"  # exists only in the engine's own state
+STASH = "pulumi:index:Stash"  # this type exists only in the engine's own state
 
 
 class Monitor(mocks.MockMonitor):

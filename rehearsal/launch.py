@@ -65,7 +65,7 @@ class CloudInstance:
     zone: str
     image: str
     spot: bool
-    block: str  # the id of the block in which it runs; empty: none
+    block: str  # the id of the block in which the instance runs; empty if none
     spot_request: str | None
     user_data: str  # decoded
     profile: str | None  # instance profile name
@@ -73,7 +73,7 @@ class CloudInstance:
     volumes: dict[str, str | None] = field(default_factory=dict)  # disks besides the root: snapshot by device name
     tags: dict[str, str] = field(default_factory=dict)
     tags_in_metadata: bool = False
-    # number of network hops that an answer of the metadata service goes; a container on a bridge is one hop further
+    # how many network hops an answer of the metadata service goes; a container on a bridge is one hop further away
     hops: int = 1
     launched_at: datetime
     notice_at: datetime | None = None
@@ -85,8 +85,7 @@ class CloudInstance:
 class LaunchFailedError(Exception):
     """A launch failed.
 
-    A launch failed. The error has (event type, sub-type, description) for the fleet's history, in the order in which
-    pools were tried.
+    The error has (event type, sub-type, description) for the fleet's history, in the order in which pools were tried.
     """
 
     def __init__(self, sub_type: str, description: str, tried: Sequence[str] = ()) -> None:
@@ -133,7 +132,7 @@ class Launcher:
 
     def launch(self, region: str, fleet_id: str, spot: bool, pools: list[Pool], now: datetime) -> CloudInstance:
         """Launches one instance in the first pool with capacity. Raises LaunchFailedError with the events."""
-        # the fleet's role launches; into a block the caller does
+        # the fleet's role launches; into a block the caller launches
         launches = not any(_block(pool.spec) for pool in pools)
         if launches and FLEET_ROLE not in {role.name for role in iam_backends[self.account]["aws"].roles.values()}:
             raise LaunchFailedError("iamFleetRoleInvalid", f"The service-linked role {FLEET_ROLE} does not exist")
@@ -165,7 +164,7 @@ class Launcher:
             instance.stop()
 
     def running(self, instance_id: str) -> bool:
-        """Whether moto still has it pending or running."""
+        """Whether the instance is pending or running in moto."""
         instance = self._find(instance_id)
         return instance is not None and instance.state in ("pending", "running")
 
@@ -293,7 +292,7 @@ def vcpus(instance_type: str) -> int:
 
 
 def _block(spec: Mapping[str, Any]) -> str:
-    """The capacity reservation that a template targets; empty: none."""
+    """The capacity reservation that a template targets; empty if none."""
     target = (spec.get("CapacityReservationSpecification") or {}).get("CapacityReservationTarget") or {}
     return str(target.get("CapacityReservationId") or "")
 

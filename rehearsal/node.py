@@ -32,7 +32,7 @@ STANDINS = Path(__file__).parent / "standins"
 AWS = STANDINS / "warm" / "cli.py"
 NEEDED = ("bash", "tar")
 POLL_S = 0.05
-DISK = ("etc", "opt", "root", "var")  # the folders that lie on a machine's root disk
+DISK = ("etc", "opt", "root", "var")  # the folders on a machine's root disk
 # What cloud-init runs at a machine's first boot: scripts that came with its disk, then its user-data.
 BOOT = """
 for each in "$GPUFLEET_ROOT"/var/lib/cloud/scripts/per-boot/*; do [ ! -e "$each" ] || bash "$each"; done
@@ -56,7 +56,6 @@ class RehearsalNode:
 
     @property
     def container_log(self) -> Path:
-        """The output of the container."""
         return self.root / "opt" / "gpufleet" / "container.log"
 
 
@@ -66,8 +65,8 @@ class NodeRunner:
     def __init__(
         self, cloud: Cloud, folder: Path, programs: Callable[[Path], Path] | None = None, docker: Docker | None = None
     ) -> None:
-        """`programs` gives, by the node's root, the folder that comes first on the PATH of a user's command. `docker`
-        runs the containers; None: a stand-in does.
+        """`programs` returns, for the node's root folder, the folder that comes first on the PATH of a user's command.
+        `docker` runs the containers; if it is None, a stand-in does.
         """
         missing = [name for name in NEEDED if shutil.which(name) is None]
         if missing:
@@ -83,7 +82,6 @@ class NodeRunner:
         cloud.launch, cloud.end, cloud.copy = self.launch, self.end, self.copy
 
     def launch(self, instance: CloudInstance) -> None:
-        """Boots the instance."""
         root = self.folder / instance.id
         if (baked := self.folder / instance.image).is_dir():
             shutil.copytree(baked, root, symlinks=True)
@@ -112,7 +110,7 @@ class NodeRunner:
         self._watchers.append(watcher)
 
     def copy(self, image: str, instance: CloudInstance) -> None:
-        """Keeps the instance's root disk as an AMI's, as it is now: files may come and go meanwhile."""
+        """Keeps the instance's root disk, as it is now, as an AMI's: files may appear and disappear meanwhile."""
         instance_store = shutil.ignore_patterns("dlami")
         for name in DISK:
             here, there = self.folder / instance.id / name, self.folder / image / name
@@ -122,7 +120,7 @@ class NodeRunner:
     def end(self, instance: CloudInstance) -> None:
         """Ends the machine: none of its processes runs when this returns."""
         node = self.nodes.get(instance.id)
-        if node is None:  # it was never started
+        if node is None:  # the node was never started
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(node.process.pid, signal.SIGKILL)
@@ -148,7 +146,6 @@ class NodeRunner:
         self._signal_trainer(instance, signal.SIGCONT)
 
     def close(self) -> None:
-        """Ends every node."""
         self._closed.set()
         for node in self.nodes.values():
             self.end(node.instance)
@@ -189,7 +186,8 @@ class NodeRunner:
             "GPUFLEET_NODE": instance.id,
             "GPUFLEET_PYTHON": str(python),
             "GPUFLEET_HOPS": str(instance.hops),
-            "PET_LOCAL_ADDR": self.cloud.metadata(instance.id).address,  # the name for torchrun instead of the host's
+            # torchrun then uses this name instead of the host's
+            "PET_LOCAL_ADDR": self.cloud.metadata(instance.id).address,
             "AWS_ENDPOINT_URL": self.cloud.endpoint,
             "AWS_EC2_METADATA_SERVICE_ENDPOINT": self.cloud.metadata(instance.id).endpoint,
             "AWS_CONFIG_FILE": os.devnull,

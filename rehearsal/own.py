@@ -27,22 +27,22 @@ from gpufleet.job.kind.command import CommandConfig
 from gpufleet.job.text import counted
 from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal, Resumption
 
-LEAST_GB = 0.0001  # the smallest value of job.checkpoint.size_gb
-FEW = 5  # number of files that a message names
-LATE = 3  # the rehearsal doubts a run after so many intervals without a checkpoint, or checkpoints without a step
+LEAST_GB = 0.0001  # the smallest allowed value of job.checkpoint.size_gb
+FEW = 5  # most files that a message names
+LATE = 3  # after so many intervals without a checkpoint, or checkpoints without a step, a run counts as doubtful
 Listing = Mapping[Path, str]  # shipped files with the hash of their content, empty for a file that is gone
 
 
 def lacking(definition: StackDefinition) -> Iterator[str]:
-    """Keys of inputs that a rehearsal never has."""
+    """Keys of inputs in a bucket, which a rehearsal does not have."""
     for name, place in (definition.storage.inputs or {}).items():
         if place.startswith("s3://"):
             yield f"storage.inputs.{name}: a folder with a small part of the data"
 
 
 def modules_lacking(definition: StackDefinition, root: Path) -> str:
-    """Returns a message that names the modules that the script imports and its Python on this machine lacks, and what
-    to do. Returns an empty text if no module is missing.
+    """A message that names the modules that the script imports and its Python on this machine lacks, and what to do;
+    empty if no module is missing.
     """
     config = definition.job.parameters
     if not isinstance(config, CommandConfig) or config.code is None or "PYTHONPATH" in (config.env or {}):
@@ -73,8 +73,8 @@ def modules_lacking(definition: StackDefinition, root: Path) -> str:
 
 @contextmanager
 def secret_values(wanted: Iterable[str]) -> Iterator[None]:
-    """Sets random values for the jobs' secrets that the shell does not give. Nobody can guess these values, so a
-    place that contains one must have got it from the node.
+    """Sets random values for the jobs' secrets that the shell does not give. Nobody can guess them, so a place that
+    contains one must have got it from the node.
     """
     names = [environment.SECRET + name for name in wanted]
     made = {name: f"{secrets.token_hex(12)}:{secrets.token_hex(12)}" for name in names if name not in os.environ}
@@ -87,13 +87,13 @@ def secret_values(wanted: Iterable[str]) -> Iterator[None]:
 
 
 def listing(definition: StackDefinition, root: Path) -> Listing:
-    """Returns the shipped files of the code's folder. Returns nothing if no code is shipped."""
+    """The shipped files of the code's folder; empty if no code is shipped."""
     tree = code.read(definition, root)
     return _contents([] if tree is None else tree.files.values())
 
 
 def _contents(files: Iterable[Path]) -> Listing:
-    """Returns the files with hashes of their content, because git may rewrite a file without changing it."""
+    """The files with hashes of their content, because git may rewrite a file without changing it."""
     return {path: atomic.sha256(path) if path.is_file() else "" for path in files}
 
 
@@ -107,15 +107,15 @@ def code_is_untouched(before: Listing, root: Path) -> Promise:
     )
     figure = f"{counted(len(before), 'file')}, untouched"
     if changed:
-        figure = f"{', '.join(changed[:FEW])}{' ...' if changed[FEW:] else ''} changed while this ran, and what was"
-        figure += " rehearsed is what was there before: rehearse it again, and leave what is shipped alone meanwhile"
+        figure = f"{', '.join(changed[:FEW])}{' ...' if changed[FEW:] else ''} changed during the rehearsal, which"
+        figure += " ran them as they were before: rehearse again, and do not change shipped files meanwhile"
     return Promise(name="your code's folder", figure=figure, held=not changed)
 
 
 def doubts(config: CommandConfig) -> Callable[[Observed, int], str]:
-    """Returns a function that gives the reason why the command will fail its rehearsal, from what was observed at a
-    step, so that it is reported at once instead of minutes later. The reason is empty if it may succeed, and for a node
-    that follows another one.
+    """A function that gives the reason why the command will fail its rehearsal, from observations at a step, so that it
+    is reported at once instead of minutes later. The reason is empty if the command may succeed, and on a node that
+    follows another one.
     """
     every, patterns = config.steps_between_saves(), ", ".join(config.patterns)
 
@@ -125,11 +125,12 @@ def doubts(config: CommandConfig) -> Callable[[Observed, int], str]:
             return ""
         is_due = every is None or not observed.told or step > every
         if observed.elsewhere and not observed.checkpoints and is_due:
-            sentences.append(f"no checkpoint was saved in the declared place: {observed.elsewhere}")
+            sentences.append(f"no checkpoint was saved in the declared folder: {observed.elsewhere}")
         elif config.saves and every is not None and not observed.begun and step > LATE * every:
             sentences.append(
-                f"nothing came into {config.checkpoint.folder} by {config.unit} {step:,}, though job.checkpoint.every"
-                f" says every {every:,}: have the command save there, or write checkpoint: none"
+                f"no checkpoint appeared in {config.checkpoint.folder} by {config.unit} {step:,}, but"
+                " job.checkpoint.every"
+                f" says every {every:,}: make the command save there, or write checkpoint: none"
             )
         trains = bool(observed.checkpoints or observed.elsewhere)
         is_told_by_names = not config.progress.stdout and not config.checkpoint.rewritten
@@ -140,9 +141,9 @@ def doubts(config: CommandConfig) -> Callable[[Observed, int], str]:
             )
         elif config.checkpoint.rewritten and not observed.told and observed.checkpoints >= LATE:
             sentences.append(
-                f"{observed.checkpoints} checkpoints are whole, and nothing tells their steps: a file that is"
-                " overwritten has none in its name, and no line came. Print one with each step, unbuffered (stdbuf"
-                " -oL), or JSON lines into $GPUFLEET_PROGRESS, or save under names with {step}"
+                f"{observed.checkpoints} checkpoints are whole, but their steps are unknown: the name of an"
+                " overwritten file contains none, and no line showed one. Print a line for each step, unbuffered"
+                " (stdbuf -oL), or write JSON lines into $GPUFLEET_PROGRESS, or save under names with {step}"
             )
         return ".\n".join(sentences)
 
@@ -158,7 +159,7 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     assert rehearsal.watch is not None
     views = list(rehearsal.watch.views.values())
     count = sum(view.observed.told for view in views)
-    yield Promise(name=f"lines that tell its {_unit(config)}", figure=f"from {count} of {len(views)} nodes", held=True)
+    yield Promise(name=f"lines with its {_unit(config)}", figure=f"from {count} of {len(views)} nodes", held=True)
     if definition.fleet.is_gang and not rehearsal.stand_in:
         yield trains_together([view.observed for view in views])
     nodes = [resumption.observed for resumption in evidence.resumptions() if resumption.observed.resumes]
@@ -185,19 +186,19 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
 
 
 def trains_together(nodes: Sequence[Observed]) -> Promise:
-    """The promise that the ranks of several nodes train together. A run that trains alone has ended."""
+    """The promise that the ranks of several nodes train together. A run whose nodes train alone has ended."""
     name, figure = "nodes train together", next((node.met for node in nodes if node.met), "")
     if figure:
         return Promise(name=name, figure=figure, held=True)
     figure = (
-        "not shown: no process of the command was started with WORLD_SIZE, from which the number of ranks is read; a"
-        " launcher such as torchrun sets it, or job.env: {WORLD_SIZE: '{ranks}'}, where your script reads it"
+        "not shown: no process of the command was started with WORLD_SIZE, which gives the number of ranks; a launcher"
+        " such as torchrun sets it. If your script itself reads it, write job.env: {WORLD_SIZE: '{ranks}'}"
     )
     return Promise(name=name, figure=figure, held=False, shown=False)
 
 
 def resumes(nodes: Sequence[Observed]) -> Promise:
-    """The promise that the command goes on from its checkpoints: held, broken or not shown. One node that shows it is
+    """The promise that the command resumes from its checkpoints: kept, broken or not shown. One node that shows it is
     enough, because a node that shows the contrary ends the run.
     """
     name, by_verdict = "goes on from its checkpoint", {node.resumes: node.why for node in nodes}
@@ -213,7 +214,7 @@ def _unit(config: JobConfig) -> str:
 
 
 def saves(evidence: Evidence) -> bool | None:
-    """The promise that the user's script saves on the signal of each notice. None: not shown."""
+    """The promise that the user's script saves on the signal of each notice. None if this was not shown."""
     rehearsal = evidence.rehearsal
     config = rehearsal.definition.job.parameters
     if config.processes != "own" or rehearsal.stand_in:
@@ -234,15 +235,16 @@ def advice(notices: Sequence[Resumption], every: int | None, declared: bool | No
     saved = [notice.saved(every) for notice in notices]
     if None in saved:
         return (
-            "not shown: a save came then as it does every so many steps; another rehearsal.interruptions.seed may show"
+            "not shown: the save may be one that comes every so many steps; another rehearsal.interruptions.seed may"
+            " help"
         )
     saves, doubt = all(saved), next((notice.doubt for notice in notices if notice.doubt), "")
     if doubt and not saves:
         return f"not shown: {doubt}"
     verdict = "it did" if saves else "it did not"
     if saves == (declared is True):
-        return f"{verdict}, as the bill has it"
-    return f"{verdict}: write job.stop.saves: {str(saves).lower()}, and the bill counts on it"
+        return f"{verdict}, as the bill assumes"
+    return f"{verdict}: write job.stop.saves: {str(saves).lower()}, so that the bill assumes it"
 
 
 def _secrets(rehearsal: Rehearsal) -> Iterator[Promise]:

@@ -18,18 +18,18 @@ from gpufleet.job.kind.command import CommandConfig
 from gpufleet.rehearsal.evidence import Rehearsal
 from gpufleet.rehearsal.watch import Watch
 
-LEAST_MS = 0.5  # lines of faster steps arrive together, so their times say nothing
+LEAST_MS = 0.5  # lines of faster steps arrive together, so their times mean nothing
 
 Change = Callable[[Mapping], Mapping]
 
 
 def ended(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
-    """An error when the run did not do its work, or ended before all of its interruptions; else None."""
+    """An error if the run did not do its work, or ended before all of its interruptions; else None."""
     place = {"Bucket": watch.bucket, "Key": f"{watch.run_id}/{bucket.DONE}"}
     done = Done.from_json(json.loads(rehearsal.cloud.client("s3").get_object(**place)["Body"].read()))
     unmet = ", ".join(f"{planned.kind} at step {planned.step}" for planned in watch.planned)
     if done.reason in FAILURES:
-        rest = f"\nStill to come would have been: {unmet}." if unmet else ""
+        rest = f"\nThe planned interruptions that did not happen: {unmet}." if unmet else ""
         return GpufleetError(f"{done.detail.removeprefix('the command failed: ')}{rest}")
     if not watch.planned:
         return None
@@ -42,8 +42,8 @@ def ended(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
     if own.processes == "own" and own.saves and not watch.manifests:
         config = cast(CommandConfig, rehearsal.definition.job.parameters)
         return GpufleetError(
-            f"the run ended, and no whole checkpoint of it was ever seen: nothing named {', '.join(config.names)} came"
-            f" into {config.checkpoint.folder}. Say in job.checkpoint.each and folder what the script writes, and where"
+            f"the run ended without a whole checkpoint: no file named {', '.join(config.names)} appeared in"
+            f" {config.checkpoint.folder}. Say in job.checkpoint.each and folder what the script writes, and where"
         )
     view = max(
         watch.views.values(), key=lambda candidate: candidate.last_step

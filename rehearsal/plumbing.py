@@ -15,15 +15,13 @@ from gpufleet.infra.definition.yaml_tree import Mapping, merge, read
 from gpufleet.job.kind.command import CommandConfig
 from gpufleet.rehearsal.standins import command
 
-STEPS, TRAINS_S = 200, 45.0  # long enough for two interruptions
+STEPS, TRAINS_S = 200, 45.0  # enough for two interruptions
 MOST_BYTES = 200_000_000  # the largest checkpoint that the stand-in writes: a laptop must hold several
 LINE = r"plumbing step (?P<step>\d+)"
 
 
 def stand_in(definition: StackDefinition, folder: Path, tree: Mapping) -> Mapping:
-    """Returns a command's definition in which a stand-in replaces the command. The stand-in's code is written into
-    `folder`.
-    """
+    """A command's definition in which a stand-in replaces the command. The stand-in's code is written into `folder`."""
     config = cast(CommandConfig, definition.job.parameters)
     every, pace_s = config.checkpoint.every, TRAINS_S / STEPS
     settings = {

@@ -27,7 +27,7 @@ _MESSAGE_BYTES = 64 * 1024 * 1024  # objects travel inside messages; gRPC's defa
 
 
 def plain(message: struct_pb2.Struct) -> Properties:
-    """A Struct as JSON values; whole numbers as int, as boto3 wants them."""
+    """A Struct as JSON values, with whole numbers as int for boto3."""
     return dict(_with_integers(json_format.MessageToDict(message)))
 
 
@@ -173,7 +173,7 @@ def serve(environment: Mapping[str, str]) -> Iterator[int]:
         yield port
     finally:
         server.stop(grace=None).wait()
-        executor.shutdown()  # requests of an engine that has ended are finished before the next engine comes
+        executor.shutdown()  # requests of an engine that has ended are finished before the next engine begins
 
 
 def _failures(failures: list[tuple[str, str]]) -> list[Any]:
@@ -181,7 +181,7 @@ def _failures(failures: list[tuple[str, str]]) -> list[Any]:
 
 
 def _diff_response(changed: Mapping[str, bool]) -> Any:
-    """A detailed diff; otherwise the engine would show an update without saying of what."""
+    """A detailed diff; without it the engine would show an update but not of what."""
     kinds = {True: provider_pb2.PropertyDiff.Kind.UPDATE_REPLACE, False: provider_pb2.PropertyDiff.Kind.UPDATE}
     return provider_pb2.DiffResponse(
         changes=provider_pb2.DiffResponse.DIFF_SOME if changed else provider_pb2.DiffResponse.DIFF_NONE,

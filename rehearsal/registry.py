@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 
-# Tags of aws/deep-learning-containers that exist (its releases, 2026-11-21). Other owners' repositories have any tag.
+# Existing tags of aws/deep-learning-containers (its releases, 2026-11-21). Repositories of other owners have any tag.
 KNOWN_TAGS = {"deep-learning-containers/pytorch": {"2.13-cu133-amzn2023"}, "docker/library/python": {"3.13-slim"}}
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 Digests = Mapping[tuple[str, str], str]  # by name and tag, or name and digest
@@ -15,7 +15,7 @@ _PATH = re.compile(r"^/v2/(?P<name>.+)/manifests/(?P<reference>[^/]+)$")
 
 
 def digest(name: str, tag: str) -> str:
-    """The digest that name:tag resolves to here."""
+    """The digest of name:tag here."""
     return "sha256:" + hashlib.sha256(_manifest(name, tag)).hexdigest()
 
 
@@ -37,7 +37,7 @@ def answer(path: str, authorization: str, endpoint: str, real: Digests) -> tuple
     known = KNOWN_TAGS.get(name)
     tags = {digest(name, tag): tag for tag in known or ()}
     tag = tags.get(reference, reference)
-    if known is None and tag.startswith("sha256:"):  # for any tag
+    if known is None and tag.startswith("sha256:"):  # such a digest exists for any tag
         return "200 OK", {"Content-Type": MANIFEST, "Docker-Content-Digest": tag}, _manifest(name, tag)
     if (known is not None and tag not in known) or tag.startswith("sha256:"):
         return _error("404 Not Found", "MANIFEST_UNKNOWN", f"Requested image not found: {name}:{reference}")

@@ -50,7 +50,7 @@ TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # packages that every read
 RELAUNCH_S = 1.0  # seconds until a replacement node; AWS takes minutes, but a longer wait would show nothing
 # the text with which a command's errors begin
 _REASON = re.compile(r"^(?:gpufleet: |error: | +PROBLEM )", re.MULTILINE)
-LONGEST = 400  # the last line cuts a reason to this many characters; the whole reason stands above it
+LONGEST = 400  # the last line cuts a reason to this many characters; the whole reason is printed above it
 NOT_SHOWN = 3  # exit code of a rehearsal in which nothing failed but not everything was shown
 
 
@@ -61,7 +61,7 @@ INSTALLS = (
 
 
 class StepFailedError(GpufleetError):
-    """A step of the rehearsal failed; it carries the step and the reason."""
+    """A step of the rehearsal failed; the error has the step and the reason."""
 
     def __init__(self, step: str, why: str) -> None:
         self.step, self.why = step, why
@@ -69,7 +69,7 @@ class StepFailedError(GpufleetError):
 
 
 class AnswerError(GpufleetError):
-    """A command or the engine has failed. The text is the reason; it also carries everything that was printed."""
+    """A command or the engine has failed. The text is the reason; `printed` is everything that was printed."""
 
     def __init__(self, printed: str, heading: str = "") -> None:
         self.printed = f"{heading}\n{printed.rstrip()}".strip()
@@ -89,8 +89,8 @@ def rehearse(
     again: Sequence[Until] = (),
 ) -> int:
     """Rehearses a stack; returns 0 if everything was shown and held. Otherwise it prints which step failed and why, and
-    keeps the scratch project. With `image` a command runs in its own image. With `stand_in` a stand-in runs instead of
-    the command's script. `again` lists further runs without interruptions. With `quiet` nothing is printed on the way.
+    keeps the scratch project. `image`: a command runs in its own image. `stand_in`: a stand-in replaces the command's
+    script. `again`: further runs without interruptions. `quiet`: nothing is printed before the report.
     """
     way = (lambda line: None) if quiet else out
     root = root or project_root(Path.cwd())
@@ -137,7 +137,7 @@ def rehearse(
         if code in (0, NOT_SHOWN):
             shutil.rmtree(finished, ignore_errors=True)
             folder.rename(finished)
-        for until in again:  # their results are beside those of the rehearsal that has succeeded
+        for until in again:  # their results are beside those of the rehearsal that succeeded
             if code:
                 break
             way(f"\nOnce more, undisturbed, to its {until}.")
@@ -149,7 +149,7 @@ def rehearse(
 
 
 def _lacking(definition: StackDefinition, *, stand_in: bool = False) -> list[str]:
-    """Keys with values that the definition lacks for its rehearsal."""
+    """Keys, with values, that the definition lacks for its rehearsal."""
     config = definition.job.parameters
     phases = sum(1 for size in config.phases() if size.steps)
     if stand_in:
@@ -177,13 +177,13 @@ def _attempt(
     stand_in: bool = False,
     until: Until | None = None,
 ) -> int:
-    """The rehearsal, in a new `folder`, of the definition with `changed` laid over it."""
+    """One try of the rehearsal, in a new `folder`, of the definition with `changed` laid over it."""
     is_own = any(map(_is_own, definition.parts))
     trains = "your script on this machine's CPU" if is_own else "job"
     laid = block.begun(definition, changed, datetime.now(UTC))
     project = scratch.make(folder / "scratch", {definition.name: rehearsal_text(path, root, changed=laid)})
     if stand_in:
-        trains = "a stand-in for your script, which tests the file and not the script"
+        trains = "a stand-in for your script, which tests only the file"
     if docker is not None:
         trains = "your script in its own image, without a GPU"
     programs, python = None, None
@@ -261,7 +261,7 @@ def _attempt(
 
 def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[str], None]) -> bool:
     """Runs the steps of the rehearsal; returns whether everything was shown. `way` gets the lines before the report.
-    Raises GpufleetError when a step fails, and after the report when a promise did not hold.
+    Raises GpufleetError if a step fails, and after the report if a promise was broken.
     """
     name, timeline = rehearsal.name, rehearsal.timeline
     with step(rehearsal, "prepare"):
@@ -341,8 +341,8 @@ def _programs_of(
     definition: StackDefinition, project: Path, programs: Path | None, python: Path | None
 ) -> Callable[[Path], Path] | None:
     """A function that gives, for a node's root folder, the folder with the programs of the user's command. If the
-    set-up installs packages, each node has an environment of its own on top of the user's, as each has its own
-    container on AWS: the packages of an earlier node are gone.
+    set-up installs packages, each node has an environment of its own on top of the user's: on AWS each node has its own
+    container too, so the packages of an earlier node are gone.
     """
     if programs is None or python is None:
         return None
@@ -352,20 +352,20 @@ def _programs_of(
 
 
 def _end(error: GpufleetError, seconds: float, project: Path, root: Path) -> Iterator[str]:
-    """The lines about a failure: everything known, where the rest is, and the reason in the last line."""
+    """The lines about a failure: all that is known, where the files are, and in the last line the reason."""
     cause = error.__cause__ if isinstance(error, StepFailedError) else error
     where, why = (f"at {error.step}, ", error.why) if isinstance(error, StepFailedError) else ("", str(error))
     reason = headline(why)
     printed = cause.printed if isinstance(cause, AnswerError) else why
     yield f"\n{printed}" if printed != reason else ""
-    yield f"Everything it left is in {_shown(project, root)}"
+    yield f"The files of the rehearsal are in {_shown(project, root)}"
     yield from scratch.full_disks(project, Path(tempfile.gettempdir()))
     yield f"FAILED: {reason} ({where}after {seconds:.0f} s)"
 
 
 def headline(why: str) -> str:
-    """One line with the reason first, cut at a word: an error comes before the words on how the command ended, and
-    lines of a log, which stand above, are left out.
+    """One line with the reason first, cut between words. An error comes before the words on how the command ended;
+    lines of a log, which are printed above, are left out.
     """
     if missing := re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", why):
         return (
@@ -395,7 +395,7 @@ def step(rehearsal: Rehearsal, name: str) -> Iterator[None]:
 
 
 def command(rehearsal: Rehearsal, *words: str) -> str:
-    """Runs `gpufleet WORDS` in the scratch project; returns its standard output. Raises AnswerError when it fails."""
+    """Runs `gpufleet WORDS` in the scratch project; returns its standard output. Raises AnswerError if it fails."""
     with _started(rehearsal, *words) as process:
         return _answer(rehearsal, process, words)
 
@@ -457,7 +457,7 @@ def _follow(rehearsal: Rehearsal) -> None:
                 _answer(rehearsal, waiting, words)
 
         watch.run(check=check)
-    if definition.job.parameters.processes != "own":  # while no node boots at the same time
+    if definition.job.parameters.processes != "own":  # while no node boots
         rehearsal.torch_s = import_torch_s()
     if (failure := pace.ended(rehearsal, watch)) is not None:
         raise failure

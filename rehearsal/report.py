@@ -19,7 +19,7 @@ from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal
 from gpufleet.rehearsal.timeline import clock
 
-BAR_S = 300.0  # seconds: the project's bar for a whole rehearsal on two idle cores
+BAR_S = 300.0  # seconds: the project's limit for a whole rehearsal on two idle cores
 TOLD = ("up", "launched", "training", "notice", "seen", "loss", "ended", "results", "destroy")
 
 
@@ -50,7 +50,7 @@ def write(
     text = json.dumps(summary(rehearsal, parts, receipt, checks), indent=1)
     (folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
     is_broken = any(check.is_broken for check in checks)
-    # This is the folder's final name. If everything held, the folder gets it right after this report.
+    # the folder's final name, which it gets right after this report if everything held
     place = (folder if is_broken else folder.with_suffix("")).relative_to(rehearsal.root)
     out(f"\nFiles: {place}/{{{NAME}, bill.json, receipt.json, summary.json, timeline.jsonl, results/}}")
     if not is_broken:
@@ -64,9 +64,7 @@ def duration_check(seconds: float) -> Promise:
 
 
 def closing(checks: Sequence[Promise], seconds: float) -> str:
-    """Returns the last line of a rehearsal in which no promise was broken. It names what was not shown, and which times
-    are too long.
-    """
+    """The last line of a rehearsal without a broken promise: what was not shown, and which times are too long."""
     if unshown := [f"{check.name}: {check.figure}" for check in checks if not check.shown]:
         return f"NOT SHOWN, after {seconds:.0f} s: {'; '.join(unshown)}. Everything else held."
     slow = [f"{check.name}, {check.figure}" for check in checks if not check.held]
@@ -103,9 +101,7 @@ def summary(
 
 
 def losses(parts: Sequence[Evidence]) -> Iterator[str]:
-    """Returns the first and last loss of each phase of each part, the steps that the phase took, and its newest
-    validation figure with that figure's name.
-    """
+    """First and last loss of each phase of each part, its steps, and its newest validation figure with its name."""
     rows = [row for part in parts for row in _losses(part)]
     heads = ("phase", "parameters", "active", "steps", "loss first", "last", "validation")
     yield from table(heads, rows, right=(1, 2, 3, 4, 5))
@@ -128,9 +124,7 @@ def _losses(part: Evidence) -> Iterator[tuple[str, ...]]:
 
 
 def save_bucket(cloud: Cloud, folder: Path) -> None:
-    """Saves the small objects of every bucket, for a person who looks into a failure, because the buckets end with the
-    process.
-    """
+    """Saves the small objects of every bucket, which ends with the process, for somebody who looks into a failure."""
     s3 = cloud.client("s3")
     for bucket in s3.list_buckets()["Buckets"]:
         for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket["Name"]):

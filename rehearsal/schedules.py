@@ -2,8 +2,8 @@
 them.
 
 EventBridge Scheduler acts with a role's rights if the role trusts it for the schedule's group. A request with a time
-that has passed is refused. A state machine that a schedule or a node starts goes through its steps with the rights of
-its own role.
+that has passed is refused. If a schedule or a node starts a state machine, the machine goes through its steps with the
+rights of its own role.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TARGET, _STEP = "arn:aws:scheduler:::aws-sdk:", "arn:aws:states:::aws-sdk:"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fired:
-    """A schedule that has fired, and why its target failed; empty when it did not."""
+    """A schedule that has fired, and why its target failed; empty if it did not fail."""
 
     name: str  # GROUP/NAME
     at: datetime
@@ -48,14 +48,12 @@ def moment(expression: str) -> datetime | None:
 
 
 class Schedules:
-    """The schedules of one Cloud."""
-
     def __init__(self, account_id: str, fleets: FleetController, tags: Callable[[str], Mapping[str, str]]) -> None:
         """`tags` gives the tags of a fleet or instance by its id."""
         self._account, self._fleets, self._tags = account_id, fleets, tags
         self._done: set[tuple[str, str]] = set()  # ARN and expression
         self.fired: list[Fired] = []
-        # State machines that wait: until when, in which region, before which state, and with which input.
+        # State machines that wait: until when, in which region, before which state, with which input.
         self._waiting: list[tuple[datetime, str, Any, str, Mapping[str, Any]]] = []
         self._begun: set[str] = set()  # executions that a node has started
 
@@ -122,7 +120,7 @@ class Schedules:
             )
             for action, arn, name in named
         ]
-        if asked.get("TerminateInstances", True):  # also, to be strict, if no node is named
+        if asked.get("TerminateInstances", True):  # also if no node is named, which is the stricter choice
             wishes.append(AccessRequest("ec2:TerminateInstances"))
         if refused := self._refused(role_arn, of, wishes):
             return refused
@@ -138,7 +136,7 @@ class Schedules:
         return self._go_on(region, machine, json.loads(machine.definition)["StartAt"], inputs)
 
     def _go_on(self, region: str, machine: Any, state: str | None, inputs: Mapping[str, Any]) -> str:
-        """Runs its steps from `state` on with its role's rights.
+        """Runs the steps from `state` on with the rights of the machine's role.
 
         Waits and Retry follow the clock; Catch handles failures.
         """

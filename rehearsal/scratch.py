@@ -1,7 +1,7 @@
-"""A scratch project: the equivalent of a user's checkout, in a folder that exists as long as one embedded AWS.
+"""A scratch project: it stands for a user's checkout, in a folder that exists as long as one embedded AWS.
 
-The program is the same. The scratch has its own definitions, engine state and settings, and a copy of the prices of the
-user's project. It gets no variable of the user's environment that names AWS or Pulumi.
+The program is the same. The scratch project has its own definitions, engine state and settings, and a copy of the
+prices of the user's project. It gets no variable of the user's environment that names AWS or Pulumi.
 """
 
 from __future__ import annotations
@@ -17,22 +17,20 @@ from gpufleet.infra.catalog import files, project_prices
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.rehearsal.engine import write_project
 
-FULL_BYTES = 100_000_000  # a rehearsal writes 10 to 60 MB, and its bucket lies among the temporary files
+FULL_BYTES = 100_000_000  # a rehearsal writes 10 to 60 MB, and its bucket is among the temporary files
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks `folder`. Raises GpufleetError if another process rehearses in the folder, or if the folder cannot be
-    written.
-    """
+    """Locks `folder`. Raises GpufleetError if another process rehearses there, or if it cannot be written."""
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = path.open("a+", encoding="ascii")
     except OSError as error:
         raise GpufleetError(
-            f"{folder}: a rehearsal writes there and cannot ({error.strerror}: {error.filename}); put that right, or "
-            "rehearse in another folder"
+            f"{folder}: a rehearsal must write there but cannot ({error.strerror}: {error.filename}); correct that,"
+            " or rehearse in another folder"
         ) from error
     with lock:
         try:
@@ -60,8 +58,11 @@ def make(folder: Path, definitions: Mapping[str, str]) -> Path:
 
 
 def full_disks(*folders: Path) -> Iterator[str]:
-    """Sentences about full disks: a failure may come from one without saying so, when a file is cut."""
+    """Sentences about full disks, which may have caused a failure that does not mention them, such as a cut file."""
     for folder in folders:
         free = shutil.disk_usage(folder).free
         if free < FULL_BYTES:
-            yield f"The disk of {folder} has {free / 1e6:.0f} MB left, which may be why: free some space and try again."
+            yield (
+                f"The disk of {folder} has {free / 1e6:.0f} MB left, which may be the cause: free some space and try"
+                " again."
+            )

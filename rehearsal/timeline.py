@@ -30,7 +30,7 @@ class Moment:
 
 
 class Timeline:
-    """The moments of a rehearsal. `log` is written line by line, so that a rehearsal that dies leaves it."""
+    """The moments of a rehearsal. `log` is written line by line, so that it survives a rehearsal that dies."""
 
     def __init__(self, log: Path, *, out: Callable[[str], None] = say) -> None:
         self._log = log
@@ -40,9 +40,7 @@ class Timeline:
         self.moments: list[Moment] = []
 
     def add(self, event: str, text: str, *, at: datetime | None = None, quiet: bool = False, **facts: Any) -> Moment:
-        """Records and prints a moment, with the present time; `at` is for events that were noticed later than they
-        happened.
-        """
+        """Records and prints a moment, with the present time. `at`: when it happened, if it was noticed later."""
         t = self.seconds if at is None else self.since_began(at)
         when = at or datetime.now(UTC)
         moment = Moment(t=round(t, 3), at=when.isoformat(timespec="milliseconds"), what=event, text=text, facts=facts)
@@ -75,5 +73,5 @@ class Timeline:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as minutes and seconds: 1:05 for 65."""
+    """Minutes and seconds: 1:05 for 65."""
     return f"{int(seconds) // 60:>3}:{int(seconds) % 60:02}"

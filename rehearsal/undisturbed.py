@@ -22,11 +22,10 @@ from gpufleet.rehearsal import pace
 from gpufleet.rehearsal.evidence import Evidence, Promise
 
 Until = Literal["end", "limit"]
-MIDWAY = 0.5  # the share of the training at which the run should meet the limit
+MIDWAY = 0.5  # share of the training after which the run should meet the limit
 
 
 def without_interruptions(definition: StackDefinition) -> StackDefinition:
-    """The definition without planned interruptions."""
     return replace(definition, interruptions=replace(definition.interruptions, with_notice=0, without_notice=0))
 
 
@@ -40,7 +39,7 @@ def limited(definition: StackDefinition, held: Path, changed: pace.Change | None
     lines = (held / "results" / METRICS).read_bytes().splitlines()
     last = max((int(line["step"]) for line in ledger.read(held / "results" / METRICS)), default=0)
     trains_s = last * pace.step_ms(lines, 0.0) / 1000
-    # As the supervisor predicts an end (job/supervisor/forecast.py).
+    # the same formula as in the supervisor's prediction of an end (job/supervisor/forecast.py)
     seconds = trains - launched + MIDWAY * trains_s + RESERVE_S + LATENCY_S + config.grace_s
     overlay = read(json.dumps({"limits": {"max_hours": round(seconds / 3600, 4)}}))
     return lambda tree: cast(Mapping, merge(changed(tree) if changed else tree, overlay))
@@ -57,13 +56,13 @@ def limit_checks(evidence: Evidence) -> Iterator[Promise]:
     figure = f"of step {newest}, at step {last} of {evidence.total_steps}" if newest else "none"
     yield Promise(name="a whole checkpoint in the bucket", figure=figure, held=newest > 0)
     files = [path for path in (evidence.folder / FINAL).rglob("*") if path.is_file()]
-    yield Promise(name="brought home by results", figure=counted(len(files), "file"), held=bool(files))
-    # the receipt was read above; otherwise this line would not be reached
+    yield Promise(name="downloaded by results", figure=counted(len(files), "file"), held=bool(files))
+    # the receipt was read above; otherwise this line is not reached
     yield Promise(name="receipt", figure=f"{evidence.receipt.actual} USD", held=True)
 
 
 def compare(interrupted: Path, undisturbed: Path, out: Callable[[str], None]) -> None:
-    """Prints how far apart the results of the two runs are; a difference is no failure."""
+    """Prints how far apart the results of the two runs are; a difference is not a failure."""
     ends = [_last_loss(folder / "results" / METRICS) for folder in (interrupted, undisturbed)]
     if None in ends:
         return out("exact: not shown: the script's lines contain no loss")

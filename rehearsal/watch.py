@@ -1,12 +1,13 @@
 """Follows a run from outside while it trains, and interrupts it where the definition's seed decides.
 
-It looks where a person could: the fleet, the nodes' own logs and metrics, the bucket. It changes nothing except that it
-causes interruptions.
+It looks only where a person could: at the fleet, the nodes' own logs and metrics, the bucket. It changes nothing except
+that it causes interruptions.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import time
@@ -36,8 +37,7 @@ Kind = Literal["notice", "loss"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """One interruption. An interruption that comes when the job has logged `step` or a later step and is at the planned
-    place.
+    """One interruption, which comes when the job has logged `step` or a later step and is at the planned place.
 
     A loss also waits for the first checkpoint in the bucket.
     """
@@ -58,8 +58,8 @@ def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Plan
 
     An interruption in the first phase comes in the second to fourth fifth of this phase. Interruptions at a step, or
     while saving, are spread over the other phases, so that a phase boundary has been crossed. Each comes in the second
-    to fourth fifth of its share of the steps, so that work precedes it, and work follows. An interruption between
-    phases comes at the last step of a phase; an interruption in a stage comes after the last step.
+    to fourth fifth of its share of the steps, so that there is work before and after it. An interruption between phases
+    comes at the last step of a phase; an interruption in a stage comes after the last step.
     """
     seeded = random.Random(interruptions.seed)
     places: list[tuple[Kind, Place]] = [("notice", interruptions.notice_at)] * interruptions.with_notice
@@ -85,9 +85,9 @@ def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Plan
 
 
 POLL_S = 0.05
-TAIL = 15  # number of lines of a node's log that are shown when the run fails
-BUCKET_S = 0.5
-HELD_S = 6.0  # seconds, longer than a node may take to see a notice
+TAIL = 15  # last lines of a node's log that are shown if the run fails
+BUCKET_S = 1.0
+HELD_S = 6.0  # more seconds than a node may take to see a notice
 PATIENCE_S = 3.0  # seconds for which a node must look wrong before that counts
 STALLED_S = 150.0  # seconds without news after which the run counts as hanging
 WORK_FOLDERS = ("opt/dlami/nvme/gpufleet/run", "scratch/run", "opt/gpufleet/run")  # job/node/disks.py
@@ -101,6 +101,30 @@ class RunFailedError(GpufleetError):
     """The run failed, or hangs."""
 
 
+class Tail:
+    """Reads what files have gained since they were read last: the machine that watches is the one that trains. A file
+    that was replaced, or has become shorter, is read from its beginning.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[Path, tuple[int, int]] = {}  # inode and offset
+
+    def new(self, path: Path) -> list[str]:
+        """The complete lines that are new."""
+        try:
+            file = path.open("rb")
+        except FileNotFoundError:
+            return []
+        with file:
+            look = os.fstat(file.fileno())
+            inode, offset = self._places.get(path, (0, 0))
+            offset = file.seek(offset if inode == look.st_ino and look.st_size >= offset else 0)
+            content = file.read()
+        content = content[: content.rfind(b"\n") + 1]
+        self._places[path] = look.st_ino, offset + len(content)
+        return content.decode(errors="replace").splitlines()
+
+
 @dataclass(kw_only=True, slots=True)
 class NodeView:
     """What has been observed of one node."""
@@ -108,21 +132,22 @@ class NodeView:
     node: RehearsalNode
     number: int
     lines: int = 0  # lines read from the container's log
-    boot_lines: int = 0
+    tail: Tail = field(default_factory=Tail)
     logged_at: datetime  # the time of the newest line of metrics.jsonl
     first_step_at: datetime | None = None
     first_step: int | None = None
     last_step: int = 0
     results: int = 0  # lines of stages/*.jsonl
-    stage_lines: int | None = None  # lines of stages/*.jsonl when the node began
+    stage_lines: int | None = None  # lines of stages/*.jsonl at the beginning of the node
     seen: bool = False  # whether its supervisor has read the notice
     ended: bool = False
     interrupted: Planned | None = None
     is_setting_up: bool = False  # whether its command's set-up is running
-    signalled: set[int] = field(default_factory=set)  # generations in which its command got a signal; 0 on one node
-    held_until: float | None = None  # time.monotonic() at which its trainer continues at the latest
+    # generations in which its command got a signal; 0 with a single node
+    signalled: set[int] = field(default_factory=set)
+    held_until: float | None = None  # time.monotonic() by which its trainer must continue
     observed: Observed = field(default_factory=Observed)  # what the host has observed of its command
-    doubted_at: float | None = None  # time.monotonic() since which something looks wrong
+    doubted_at: float | None = None  # time.monotonic() at which something began to look wrong
 
     @property
     def name(self) -> str:
@@ -134,7 +159,7 @@ class NodeView:
 
     def last_lines(self) -> list[str]:
         """The end of its container's log."""
-        return _new(self.node.container_log, 0)[-TAIL:]
+        return _lines(self.node.container_log)[-TAIL:]
 
 
 class Begun(NamedTuple):
@@ -164,7 +189,7 @@ class Watch:
     ) -> None:
         """`stage_lines`: the number of results after which a node is taken away within a stage. `falls_back`: spot
         never comes back after the last interruption, so the run must go on on demand. `saves`: the job has checkpoints.
-        `doubts` gives the reason why a command will not hold, from what was observed and its step; empty: it may hold.
+        `doubts` gives the reason why a command will fail, from its observations and its step; empty if it may succeed.
         """
         self.cloud = cloud
         self.runner = runner
@@ -173,8 +198,8 @@ class Watch:
         self.bucket, self.run_id = bucket, run_id
         self.stage_lines, self.falls_back, self.saves, self._doubts = stage_lines, falls_back, saves, doubts
         self.views: dict[str, NodeView] = {}
-        self.manifests: dict[int, str] = {}  # by step: the reason for that checkpoint
-        self.generations: dict[int, Begun] = {}  # with several nodes, by number
+        self.manifests: dict[int, str] = {}  # the reason of the checkpoint of each step
+        self.generations: dict[int, Begun] = {}  # the generations of several nodes, by number
         # nodes and their interruptions, with the generation that each ended
         self.taken: list[tuple[NodeView, int]] = []
         self._s3 = cloud.client("s3")
@@ -182,8 +207,8 @@ class Watch:
         self._bucket_at = 0.0
 
     def run(self, *, check: Callable[[], None] = lambda: None) -> None:
-        """Watches to the end. Raises RunFailedError when a node fails or the run hangs. Interruptions that are then
-        still in `planned` did not happen.
+        """Watches to the end. Raises RunFailedError if a node fails or the run hangs. Interruptions that are then still
+        in `planned` did not happen.
         """
         while not self._all_ended():
             check()
@@ -204,21 +229,21 @@ class Watch:
     def _last_lines(self) -> str:
         """The last lines of each existing node, from its container or, before there is one, from its boot."""
         last = {
-            view.name: view.last_lines() or _new(view.node.log, 0)[-TAIL:]
+            view.name: view.last_lines() or _lines(view.node.log)[-TAIL:]
             for view in self.views.values()
             if not view.ended
         }
-        return "\n".join(line for name, lines in last.items() for line in (f"{name} said last:", *lines))
+        return "\n".join(line for name, lines in last.items() for line in (f"the last lines of {name}:", *lines))
 
     def _all_ended(self) -> bool:
-        """Whether every node has ended and the fleet wants none."""
+        """Whether every node has ended and no fleet will launch another."""
         fleets = [f for f in self.cloud.fleets.fleets.values() if self._is_ours(f.tags) and not f.is_gone]
         return (
             bool(self.views) and all(view.ended for view in self.views.values()) and all(f.target == 0 for f in fleets)
         )
 
     def _is_ours(self, tags: Mapping[str, str]) -> bool:
-        """Whether these are the tags of this run: the stages of a run each have nodes and a fleet of their own."""
+        """Whether these are the tags of this run: each stage of a run has its own nodes and its own fleet."""
         return tags.get(RUN_TAG) == self.run_id
 
     def _launched(self, instance: CloudInstance) -> None:
@@ -260,8 +285,8 @@ class Watch:
             return self._written(view) >= self.stage_lines
         if view.first_step is None or view.last_step < planned.step:
             return False
-        # Without a checkpoint in the bucket the run would begin again; and a first line that any start prints proves no
-        # resume.
+        # If the bucket has no checkpoint, the run would begin again; and a first line that any start prints does not
+        # prove a resume.
         first = min((other.first_step for other in self.views.values() if other.first_step is not None), default=0)
         shown = max(self.manifests, default=0) > (first if view.observed.lines else 0)
         if planned.kind == "loss" and self.saves and not shown:
@@ -278,7 +303,7 @@ class Watch:
         after = (
             path for path in _job_files(view, f"{STAGES}/*.jsonl") if "tried" not in path.name
         )  # a curriculum's stage within training
-        lines = sum(len(_new(path, 0)) for path in after)
+        lines = sum(len(_lines(path)) for path in after)
         if lines != view.results:
             view.results, self._news = lines, time.monotonic()
         if view.stage_lines is None and view.lines:
@@ -298,7 +323,7 @@ class Watch:
             "stage": f"after training, with {self._written(view)} results of a stage",
         }[planned.place]
         if planned.kind == "notice":
-            # a tiny model on a fast machine would end its run before the interruption takes effect
+            # otherwise a tiny model on a fast machine would end its run before the interruption takes effect
             if planned.place != "stage":
                 self.runner.hold(instance)
                 view.held_until = time.monotonic() + HELD_S
@@ -341,8 +366,7 @@ class Watch:
             self.cloud.schedules.bring_forward(SWITCH)
 
     def _boot_log(self, view: NodeView) -> None:
-        for line in _new(view.node.log, view.boot_lines):
-            view.boot_lines += 1
+        for line in view.tail.new(view.node.log):
             self._news = time.monotonic()
             message = line.partition(" ")[2]
             if "attempt failed" in message:
@@ -353,7 +377,7 @@ class Watch:
                 self._tell("boot", f"{view.name}: {message}", node=view.node.instance.id)
 
     def _container_log(self, view: NodeView) -> None:
-        for line in _new(view.node.container_log, view.lines):
+        for line in view.tail.new(view.node.container_log):
             view.lines += 1
             self._news = time.monotonic()
             if _ASKED.search(line):
@@ -364,7 +388,7 @@ class Watch:
             if view.is_setting_up or begins:
                 self._tell("setup", f"{view.name}: {line.partition(' host: ')[2] if begins or ends else f'  {line}'}")
             view.is_setting_up = begins or (view.is_setting_up and not ends)
-        if view.is_setting_up:  # set-up may be silent: the host ends a command after job.progress.silence_minutes
+        if view.is_setting_up:  # a set-up may be silent: the host ends a command after job.progress.silence_minutes
             self._news = time.monotonic()
 
     def _observe(self, view: NodeView) -> None:
@@ -378,13 +402,13 @@ class Watch:
 
     def _metrics(self, view: NodeView) -> None:
         for path in _job_files(view, METRICS):
-            for line in _new(path, 0):  # from the start: a resume shortens the file
+            for line in view.tail.new(path):
                 try:
                     entry: dict[str, Any] = json.loads(line)
                 except ValueError:
                     continue
                 at = datetime.fromtimestamp(float(entry.get("ts", 0)), UTC)
-                if at > view.logged_at:  # earlier lines are known, or an earlier node's
+                if at > view.logged_at:  # earlier lines are known, or come from an earlier node
                     view.logged_at = at
                     self._logged_step(view, int(entry.get("step", 0)), at)
 
@@ -411,7 +435,7 @@ class Watch:
             begun = self.generations[number] = Begun(step=int(generation["step"]), reached=reached, leader=leader)
             members = [self.views[instance] for instance in generation["members"] if instance in self.views]
             for view in members:
-                if view.first_step is None:  # what others log until then reaches its copy of the log, too
+                if view.first_step is None:  # lines that others log until then are copied into its log too
                     view.logged_at = max(view.logged_at, datetime.now(UTC))
             names = [view.name for view in members]
             after = f" from step {begun.step}" if begun.step >= 0 else ""
@@ -438,10 +462,6 @@ def _job_files(view: NodeView, pattern: str) -> list[Path]:
     return [path for folder in WORK_FOLDERS for path in (view.node.root / folder).glob(pattern)]
 
 
-def _new(path: Path, known: int) -> list[str]:
-    """Complete lines after the first `known`."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return []
-    return text[: text.rfind("\n") + 1].splitlines()[known:]
+def _lines(path: Path) -> list[str]:
+    """The file's complete lines."""
+    return Tail().new(path)

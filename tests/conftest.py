@@ -59,6 +59,14 @@ def _no_process_is_left() -> Iterator[None]:
     assert not left, f"the test has left processes behind: {left}"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _programs_of_the_engine_are_forks() -> Iterator[None]:
+    from tests import warm  # after the account is forgotten
+
+    with warm.programs():
+        yield
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """What is imported and collected stays: the garbage collector need not look at it, a fifth of a worker's start."""

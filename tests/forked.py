@@ -1,5 +1,6 @@
 """The program without the engine (`python -m gpufleet.rehearsal.inprocess`), forked from one process that has imported
-it and the SDK, whose modules are lazy: a start of its own takes three seconds.
+it and the SDK, whose modules are lazy: a start of its own takes three seconds. The garbage collector leaves alone what
+was there before the fork: to look through all of it again takes as long as the program itself.
 """
 
 from __future__ import annotations
@@ -17,16 +18,23 @@ from unittest import mock
 from gpufleet.rehearsal import engine
 from tests.repository import ROOT
 
-SERVER = """# forked
-import json, os, runpy, sys
+PROGRAMS_USE = """# forked
+import gc, json, os, runpy, sys
+gc.disable()
 import tests.descriptions
 import boto3, numpy, pulumi_aws as aws, yaml
-import gpufleet.infra.bill.table, gpufleet.infra.evidence.receipts
+import encodings.idna, numpy.random
+import gpufleet._program, gpufleet.infra.account.all_runs, gpufleet.infra.account.unknown_fleets
+import gpufleet.infra.bill.table, gpufleet.infra.evidence.receipts, gpufleet.job.experiments.growth.data
 import gpufleet.infra.program.plan, gpufleet.infra.program.previous, gpufleet.infra.program.resources.declare
 import gpufleet.rehearsal.handlers
 for service in ("ec2", "iam", "logs", "s3", "sts"):
     boto3.client(service, "us-east-2", aws_access_key_id="-", aws_secret_access_key="-")  # its description is read once
 aws.ec2.Fleet, aws.iam.Role, aws.s3.Bucket, aws.vpc.SecurityGroupEgressRule, aws.cloudwatch.LogGroup
+aws.scheduler.Schedule
+gc.freeze()
+"""
+SERVER = f"""{PROGRAMS_USE}
 for line in sys.stdin:
     argv, environment, printed = json.loads(line)
     child = os.fork()

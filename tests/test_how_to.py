@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gpufleet.infra.account.quotas import quota_code
 from gpufleet.infra.cli import COMMANDS
 from gpufleet.infra.definition import campaign
 from gpufleet.infra.definition.loader import find, load
@@ -91,6 +92,16 @@ def test_the_file_with_stages_is_priced_whole(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for stage in yaml.safe_load(text)["stages"]:
         assert re.search(rf"^{stage['name']} ", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("types", "examples"), [
+    ("G", ["g4dn.xlarge", "g6e.2xlarge"]),
+    ("P2 to P4", ["p2.xlarge", "p4de.24xlarge"]),
+    ("P5", ["p5.4xlarge", "p5en.48xlarge"]),
+])  # fmt: skip
+def test_the_quota_codes_of_the_page_are_those_that_doctor_asks_for(types: str, examples: list[str]) -> None:
+    (row,) = re.findall(rf"^\| {types} \| `(\S+)` \| `(\S+)` \|$", PAGE.read_text(), re.MULTILINE)
+    assert {(quota_code(each, "spot"), quota_code(each, "on-demand")) for each in examples} == {row}
 
 
 def test_every_command_that_needs_aws_exists() -> None:

@@ -221,7 +221,7 @@ def test_from_an_empty_folder_with_a_script_to_a_bill(full: User) -> None:
     assert sorted(path.name for path in full.folder.iterdir()) == [".git", ".venv", "train.py"]
     said = full.types(COMMANDS[2])
     assert "Pulumi runs it with .venv." in said
-    assert "CHECK in that file where CI gets gpufleet from" in said
+    assert "CHECK in that file from where CI installs gpufleet" in said
     assert "in eight runs of ten" in full.types(COMMANDS[3])
 
 

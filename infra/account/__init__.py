@@ -1,1 +1,1 @@
-"""Asks AWS for the commands: about the account, and about a stack's resources, runs and leftovers in it."""
+"""Asks AWS about the account, and about a stack's resources, runs and leftovers in it."""

@@ -1,7 +1,7 @@
 """Shows AWS's charges for a run, from Cost Explorer, next to the lines of its receipt: for `gpufleet receipts --aws`.
 
-A run's resources carry its tags; Cost Explorer sees a tag once the account that pays has activated it. Credits, refunds
-and taxes are omitted, because only usage is compared.
+A run's resources carry its tags. Cost Explorer sees a tag only after the account that pays has activated it. Credits,
+refunds and taxes are left out, because only usage is compared.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gpufleet.infra.program.resources.tags import RUN_TAG, STACK_TAG
 from gpufleet.infra.show.sheet import Sheet
 from gpufleet.job.contract.receipt import Receipt, ReceiptLine
 
-REGION = "us-east-1"  # Cost Explorer has an endpoint in no other region
+REGION = "us-east-1"  # the only region with an endpoint of Cost Explorer
 TAGS = (STACK_TAG, RUN_TAG)
 BEFORE = 31  # a run may have begun this many days before its end
 AFTER = 2  # charges of a run's end may have dates up to this many days later
-DELAY = 1  # days after which a charge may appear in Cost Explorer
+DELAY = 1  # days until a charge appears in Cost Explorer
 CENT = Decimal("0.01")
 # Lines of the bill by AWS's usage type. In most regions a usage type begins with a prefix for the region.
 _LINES = (
@@ -37,11 +37,11 @@ _LINES = (
 )
 _MERGED = {"root disk": "disks", "data disk": "disks", "interruptions": "compute"}
 _NOTES = {
-    "compute": "AWS: the prices of each second, free first hours and savings plans in them",
+    "compute": "AWS counts the price of each second, free first hours and savings plans",
     "S3 storage": "the receipt has the bill's figure, for all days until expiry",
     "S3 write requests": "the receipt has the bill's figure",
     "S3 read requests": "the receipt has the bill's figure",
-    "transfer of results": "the receipt has the bill's figure; none before `gpufleet results`",
+    "transfer of results": "the receipt has the bill's figure; AWS charges it after `gpufleet results`",
     "logs": "the receipt has the bill's figure",
 }
 _HEADS = ("line", "receipt", "AWS", "difference", "what differs")
@@ -56,10 +56,10 @@ ACTIVATE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Charged:
-    """AWS's charges for a run: USD by line of the bill, and by AWS's own names for charges that no line covers."""
+    """AWS's charges for a run in USD: by line of the bill, or, if no line covers a charge, by AWS's own names."""
 
     usd: Mapping[str, Decimal]
-    estimated: bool  # AWS may still change it
+    estimated: bool  # whether AWS may still change the charges
 
     @property
     def total(self) -> Decimal:
@@ -67,7 +67,7 @@ class Charged:
 
 
 def require_tags(ce: Any) -> None:
-    """Raises AwsRefused, with instructions, when the account has not activated the tags."""
+    """Raises AwsRefused, with instructions, if the tags are not active for costs."""
     tags = ce.list_cost_allocation_tags(TagKeys=list(TAGS), Type="UserDefined")["CostAllocationTags"]
     status = {tag["TagKey"]: tag["Status"] for tag in tags}
     if lacking := [f"{tag} ({status.get(tag, 'not seen yet')})" for tag in TAGS if status.get(tag) != "Active"]:
@@ -80,7 +80,7 @@ def charged(ce: Any, receipt: Receipt, today: date) -> Charged:
     wanted = {
         "TimePeriod": {
             "Start": str(ended - timedelta(days=BEFORE)),
-            "End": str(min(ended + timedelta(days=AFTER), today + timedelta(days=1))),  # not included
+            "End": str(min(ended + timedelta(days=AFTER), today + timedelta(days=1))),  # AWS excludes this day
         },
         "Granularity": "DAILY",
         "Metrics": ["UnblendedCost"],
@@ -116,7 +116,7 @@ def line_of(service: str, usage_type: str) -> str:
 
 
 def by_line(receipt: Receipt) -> dict[str, Decimal]:
-    """A receipt's USD, by the lines that charges can be assigned to."""
+    """The USD of a receipt, summed by the lines to which AWS's charges can be assigned."""
     counted = dict[str, Decimal]()
     for line in receipt.lines:
         name = _MERGED.get(line.name, line.name)
@@ -134,7 +134,7 @@ def compared(receipt: Receipt, charges: Charged, today: date) -> Iterator[str]:
             if today <= date.fromisoformat(receipt.at[:10]) + timedelta(days=DELAY)
             else ""
         )
-        yield f"  no charge has the run's tags: {late or 'its tags were not active then, or it cost nothing'}"
+        yield f"  no charge has the run's tags: {late or 'they were not active during the run, or it cost nothing'}"
         return
     rows = [
         _compared(name, counted.get(name), charges.usd.get(name, Decimal(0))) for name in {**counted, **charges.usd}

@@ -1,6 +1,4 @@
-"""Lists every run of the account and the project: the runs that AWS shows, of any stack, and those of the project's
-files.
-"""
+"""Lists the runs of every stack that AWS shows in the account, and the runs of the project's files."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from gpufleet.job.text import counted
 
 
 class ListedRun(NamedTuple):
-    """One run. `since` is when its fleet was made or when it ended, UTC; empty for a run that has not begun."""
+    """One run. `since`: when its fleet was made, or when the run ended, in UTC; empty if the run has not begun."""
 
     stack: str
     run: str
@@ -34,7 +32,7 @@ def all_runs(
     client: Callable[[str, str], Any],
     now: datetime,
 ) -> list[ListedRun]:
-    """First the runs with a fleet or a node in `regions`, then those that ended, then files that were not launched."""
+    """First the runs with a fleet or a node in `regions`, then ended runs, then files that were never launched."""
     runs = [run for region in regions for run in _in_region(client("ec2", region), region, now)]
     known = {(run.stack, run.run) for run in runs}
     for receipt in sorted(receipts, key=lambda receipt: receipt.at, reverse=True):

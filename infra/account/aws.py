@@ -1,6 +1,4 @@
-"""Functions by which the commands ask AWS: clients with bounded waits, whole listings, and the owner of a resource by
-its tags.
-"""
+"""Asks AWS: clients with bounded waits, whole listings, and the owner that a resource's tags name."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ _IDENTITY = (
 
 
 def client(service: str, region: str) -> Any:
-    """A boto3 client with bounded waits. It uses the environment as it is now, AWS_ENDPOINT_URL included."""
+    """A boto3 client with bounded waits, for the current environment, including AWS_ENDPOINT_URL."""
     try:
         return _client(service, region, tuple(os.environ.items()))
     except ValueError as error:  # botocore raises it for an invalid address
@@ -42,15 +40,15 @@ def client(service: str, region: str) -> Any:
 
 @lru_cache(maxsize=32)
 def _client(service: str, region: str, environment: tuple[tuple[str, str], ...]) -> Any:
-    """A client, cached for each environment, because a sweep needs 20 clients at each look, and each takes 10 ms."""
+    """A client, cached by environment: each look of a sweep needs 20 clients, and each takes 10 ms to make."""
     made = _session(*map(os.environ.get, _IDENTITY)).client(service, region_name=region, config=_CONFIG)
-    urlsplit(made.meta.endpoint_url).port  # noqa: B018 - else a wrong one is found out within the first request
+    urlsplit(made.meta.endpoint_url).port  # noqa: B018 - raises now if the port is wrong, not in the first request
     return made
 
 
 @cache
 def _session(*identity: str | None) -> boto3.session.Session:
-    """A session per identity: it caches credentials for good, and reading a service's description takes time."""
+    """A session, cached by identity: a session reads credentials only once, and its descriptions of services slowly."""
     return boto3.session.Session()
 
 
@@ -63,11 +61,10 @@ def tags_of(resource: dict[str, Any]) -> dict[str, str]:
 
 
 def pages(api: Any, operation: str, key: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-    """Every item of a listing."""
     for page in api.get_paginator(operation).paginate(**arguments):
         yield from page.get(key) or []
 
 
 def owner_of(resource: dict[str, Any]) -> str:
-    """The owner in the resource's tag; empty without one."""
+    """The owner in the resource's tag; empty if there is no such tag."""
     return tags_of(resource).get(OWNER_TAG, "")

@@ -1,8 +1,7 @@
-"""The bucket that holds a campaign's ledger and records. It outlives the stacks of the campaign's runs, so no stack has
-it.
+"""The bucket that holds a campaign's ledger and records. It belongs to no stack, because it outlives all of its runs.
 
-Its name follows from the campaign's and the account's, so that every driver has the same one, whatever state of Pulumi
-it uses.
+The bucket's name follows from the campaign's name and the account's number, so that every machine that drives the
+campaign finds the same bucket, whatever Pulumi state it has.
 """
 
 from __future__ import annotations
@@ -20,17 +19,16 @@ from gpufleet.job.supervisor.campaign_ledger import LedgerObject
 from gpufleet.job.supervisor.store import S3Store
 
 CAMPAIGN_TAG = (
-    "gpufleet:campaign"  # no stack's tag: a stack of the campaign's name must not take the bucket for its own
+    "gpufleet:campaign"  # not a stack's tag: a stack with the campaign's name must not take the bucket for its own
 )
 
 
 def bucket_name(campaign: str, account: str) -> str:
-    """The bucket of a campaign in the account with this number."""
     return f"gpufleet-{campaign}-ledger-{hashlib.sha256(account.encode()).hexdigest()[:12]}"
 
 
 def find_ledger(client: Callable[[str, str], Any], campaign: str, region: str) -> LedgerObject | None:
-    """The campaign's ledger in its bucket; None without that bucket."""
+    """The campaign's ledger in its bucket; None if the bucket does not exist."""
     s3 = client("s3", region)
     name = bucket_name(campaign, client("sts", region).get_caller_identity()["Account"])
     if refusals.absent(lambda: s3.head_bucket(Bucket=name), "404", "NoSuchBucket") is None:
@@ -39,7 +37,7 @@ def find_ledger(client: Callable[[str, str], Any], campaign: str, region: str) -
 
 
 def make_bucket(client: Callable[[str, str], Any], campaign: str, region: str, owner: str) -> LedgerObject:
-    """The ledger in a bucket that this makes, also where an earlier try was cut short. Raises AwsRefused if another
+    """Makes the bucket, or completes what an earlier try began, and returns its ledger. Raises AwsRefused if another
     account has a bucket of that name.
     """
     s3, name = client("s3", region), bucket_name(campaign, client("sts", region).get_caller_identity()["Account"])
@@ -48,7 +46,7 @@ def make_bucket(client: Callable[[str, str], Any], campaign: str, region: str, o
         s3.create_bucket(Bucket=name, **place)
     except ClientError as error:
         if refusals.code(error) == "BucketAlreadyExists":
-            raise AwsRefused(f"the bucket {name} is another account's: give the campaign another name") from None
+            raise AwsRefused(f"another account owns the bucket {name}: give the campaign another name") from None
         if refusals.code(error) != "BucketAlreadyOwnedByYou":
             raise
     names = ("BlockPublicAcls", "IgnorePublicAcls", "BlockPublicPolicy", "RestrictPublicBuckets")
@@ -59,7 +57,7 @@ def make_bucket(client: Callable[[str, str], Any], campaign: str, region: str, o
 
 
 def delete_bucket(client: Callable[[str, str], Any], campaign: str, region: str) -> None:
-    """Deletes the ledger and its bucket, with all that is in it."""
+    """Deletes the bucket with the ledger and everything else in it."""
     s3, name = client("s3", region), bucket_name(campaign, client("sts", region).get_caller_identity()["Account"])
     store = S3Store(f"s3://{name}", s3)
     store.delete([entry.key for entry in store.entries("")])

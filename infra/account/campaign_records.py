@@ -1,5 +1,5 @@
-"""What a campaign's bucket keeps beside the ledger: the values that a sampler has drawn, and small documents of each
-run that has ended. So every driver has them, on any machine, after the run's own bucket is gone.
+"""The records that a campaign's bucket keeps beside the ledger: the values that a sampler drew, and small documents of
+each ended run. Every machine that drives the campaign can read them, even after the run's own bucket is gone.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ DOCUMENTS = (*OF_RUN, VALUES)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CampaignRecords:
-    """The objects. Raises StoreError if the bucket cannot be asked."""
+    """The records of one campaign. Each method raises StoreError if the bucket cannot be read or written."""
 
     store: LedgerObjects
 
     def add_draw(self, number: int, values: Mapping[str, str]) -> bool:
-        """Records the draw of this number; False: another driver has made one."""
+        """Records the draw with this number. Returns False if another machine has already recorded one."""
         try:
             self.store.put_bytes(write_values(values), f"{DRAWN}{number:04}.json", over=ABSENT)
         except TakenError:
@@ -35,17 +35,16 @@ class CampaignRecords:
         return True
 
     def draws(self) -> list[dict[str, str]]:
-        """The values of each draw. One that cannot be read is empty."""
+        """The values of each draw; empty for a draw that cannot be read."""
         keys = sorted(entry.key for entry in self.store.entries(DRAWN))
         return [read_values(self.store.get_bytes(key) or b"") for key in keys]
 
     def keep(self, trial: str, documents: Mapping[str, bytes]) -> None:
-        """Keeps documents of a run that has ended."""
         for name, content in documents.items():
             self.store.put_bytes(content, f"{TRIALS}{trial}/{name}")
 
     def read(self, trial: str, document: str) -> bytes | None:
-        """A document that was kept; None without it."""
+        """A kept document; None if there is none."""
         return self.store.get_bytes(f"{TRIALS}{trial}/{document}")
 
     def bring(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checks of `gpufleet doctor`: credentials, roles, offers, AMI, disk key, inputs. Reads only."""
+"""Checks of `gpufleet doctor`: credentials, roles, offers, AMI, disk key, inputs. They only read."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ DLAMI_OWNER = "898082745236"  # the account that publishes the Deep Learning AMI
 GRANT_OPERATIONS = (
     "Decrypt Encrypt GenerateDataKey GenerateDataKeyWithoutPlaintext ReEncryptFrom ReEncryptTo CreateGrant DescribeKey"
 )
-# The requests that EBS makes to a key for whoever launches (EBS User Guide, requirements for encryption, read
-# 2026-11-25). EBS does not make the last three requests for every disk.
+# The requests that EBS makes to a key in the name of the role that launches a node (EBS User Guide, requirements for
+# encryption, read 2026-11-25). EBS does not make the last three requests for every disk.
 LAUNCH_OPERATIONS = ("CreateGrant", "Decrypt", "GenerateDataKeyWithoutPlaintext")
 SOME_OPERATIONS = ("DescribeKey", "ReEncryptFrom", "ReEncryptTo")
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report, and the command or change that solves the problem."""
+    """A line of the report, with the command or change that solves the problem."""
 
     name: str
     found: str
@@ -38,7 +38,7 @@ class Check:
 
 
 def identity(sts: Any) -> Check:
-    """Whether the credentials work, and whose they are. Without working credentials no other check can run."""
+    """Whether the credentials work, and whose they are. If they do not work, no other check can run."""
     try:
         who = sts.get_caller_identity()
     except Exception as error:
@@ -50,7 +50,7 @@ def identity(sts: Any) -> Check:
 
 
 def service_roles(definition: StackDefinition, iam: Any) -> Iterator[Check]:
-    """Whether the service-linked roles of fleets exist: making a fleet by the API creates none."""
+    """Whether the service-linked roles of fleets exist. The API does not create them when it makes a fleet."""
     for role, service in definition.fleet.market.roles.items():
         if _role(role, iam) is None:
             fix = f"aws iam create-service-linked-role --aws-service-name {service}"
@@ -65,7 +65,7 @@ def _role(name: str, iam: Any) -> dict[str, Any] | None:
 
 
 def offerings(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
-    """Which of the listed types each listed zone offers."""
+    """Whether each listed zone offers each listed type."""
     fleet = definition.fleet
     key, location = ("ZoneId", "availability-zone-id") if fleet.zone_ids else ("ZoneName", "availability-zone")
     zones = {zone[key] for zone in ec2.describe_availability_zones()["AvailabilityZones"]}
@@ -111,7 +111,7 @@ def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     reservation = answer["CapacityReservations"][0]
     state = str(reservation["State"])
     if reservation.get("ReservationType") != "capacity-block":
-        fix = "Write fleet.capacity: on-demand: nodes use a reservation that is open by themselves."
+        fix = "Write fleet.capacity: on-demand: on-demand nodes use an open reservation automatically."
         yield Check("block", f"{name} is a reservation of another kind than a Capacity Block", "problem", fix)
         return
     if state not in ("active", "scheduled", "payment-pending"):
@@ -139,7 +139,7 @@ def block(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
             f"{name} has {counted(total, 'instance')}, {free} of them free or used by this run, which needs "
             f"{definition.nodes}"
         )
-        fix = "End other instances in it (ended ones count for some minutes more), or lower fleet.nodes."
+        fix = "End other instances in the block (they still count for some minutes), or lower fleet.nodes."
         yield Check("block", room, "problem", fix)
     elif not wrong:
         capacity = (
@@ -159,7 +159,7 @@ def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     images = answer["Images"] if answer else []
     if not images or images[0]["State"] != "available":
         finding = (
-            f"{wanted} does not exist in {definition.fleet.region}, or was withdrawn: the fleet would launch nothing"
+            f"{wanted} does not exist in {definition.fleet.region}, or was withdrawn: the fleet could not launch nodes"
         )
         yield Check("AMI", finding, "problem", repin)
         return
@@ -170,7 +170,7 @@ def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     if image.get("Architecture") != "x86_64":
         yield Check("AMI", f"{title} is for {image.get('Architecture')}", "problem", repin)
     elif image.get("RootDeviceName") != ROOT_DEVICE:
-        finding = f"{title} has its root disk at {image.get('RootDeviceName')}, the launch template sizes {ROOT_DEVICE}"
+        finding = f"{title} has its root disk at {image.get('RootDeviceName')}, not at {ROOT_DEVICE} as gpufleet needs"
         yield Check("AMI", finding, "problem", "Use an Amazon Linux 2023 AMI.")
     elif size > definition.storage.root.size_gib:
         fix = f"Set storage.root.size_gib: {size}."
@@ -185,9 +185,9 @@ def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
 
 
 def disk_key(definition: StackDefinition, ec2: Any, kms: Any, iam: Any) -> Iterator[Check]:
-    """Whether the fleet can use the key that encrypts the disks. That is the file's key or the account's default; for a
-    disk from a snapshot it is the snapshot's. A customer key must allow the fleet's role, and the file's key also
-    the nodes, because it encrypts their bucket.
+    """Whether the fleet can use the key that encrypts the disks: the key in the file, or else the account's default
+    key; for a disk from a snapshot, the key of the snapshot. A customer key must allow the fleet's role. The key in the
+    file must also allow the nodes, because it encrypts their bucket.
     """
     own = definition.account.kms_key
     yield from _key("new disks are", own or str(ec2.get_ebs_default_kms_key_id()["KmsKeyId"]), definition, kms, iam)
@@ -216,7 +216,7 @@ def _key(disk: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -
     grants = [_as_statement(grant) for grant in pages(kms, "list_grants", "Grants", KeyId=key)]
     policy = json.loads(kms.get_key_policy(KeyId=key, PolicyName="default")["Policy"]).get("Statement", [])
     for role in definition.fleet.market.roles:
-        if (described := _role(role, iam)) is None:  # said already
+        if (described := _role(role, iam)) is None:  # service_roles reports a missing role
             continue
         arn = str(described["Arn"])
         wishes = {
@@ -252,8 +252,8 @@ def _key(disk: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -
 
 
 def _bucket_key(key: str, definition: StackDefinition, kms: Any) -> Check:
-    """Whether nodes can use the bucket's key. Their role does not exist before `up`, so the answer is certain only when
-    the key's policy leaves the decision to the account's own policies.
+    """Whether nodes can use the bucket's key. Their role does not exist before `up`, so the answer is certain only if
+    the key's policy leaves the decision to the account's IAM policies.
     """
     policy = json.loads(kms.get_key_policy(KeyId=key, PolicyName="default")["Policy"])["Statement"]
     root = f"arn:aws:iam::{key.split(':')[4]}:root"
@@ -269,14 +269,16 @@ def _bucket_key(key: str, definition: StackDefinition, kms: Any) -> Check:
         return Check("bucket key", f"{key} is a customer key whose policy lets IAM policies decide who may use it")
     return Check(
         "bucket key",
-        f"cannot tell whether nodes may use {key} for the bucket: its policy does not leave that to IAM",
+        f"cannot tell whether nodes may use {key} for the bucket: its policy does not let IAM policies decide",
         "warning",
         f"Let its policy allow {root} kms:Decrypt and kms:GenerateDataKey; the nodes' role narrows it.",
     )
 
 
 def _launching(operation: str, role: str, key: str, region: str) -> iam_policy.AccessRequest:
-    """The role's request to the key at a launch. It comes through EC2, whose grants are for AWS resources."""
+    """The access request that the role makes to the KMS key when a node is launched. It comes through EC2, whose grants
+    are for AWS resources.
+    """
     account = role.split(":")[4]
     context = {
         "kms:ViaService": f"ec2.{region}.amazonaws.com",
@@ -291,8 +293,8 @@ def _launching(operation: str, role: str, key: str, region: str) -> iam_policy.A
 
 
 def _as_statement(grant: dict[str, Any]) -> iam_policy.Statement:
-    """A grant as a policy statement. Its constraints concern the encryption context, which only EC2 knows, so a
-    constrained grant decides nothing here.
+    """A grant as a policy statement. A grant with constraints decides nothing here, because they concern the encryption
+    context, which only EC2 knows.
     """
     constraints = grant.get("Constraints")
     return {
@@ -305,9 +307,7 @@ def _as_statement(grant: dict[str, Any]) -> iam_policy.Statement:
 
 
 def inputs(definition: StackDefinition, s3: Any, ec2: Any, kms: Any) -> Iterator[Check]:
-    """Whether nodes can read the files that the definition expects below its s3:// prefixes, and whether its snapshot
-    exists.
-    """
+    """Whether nodes can read the definition's files below s3:// prefixes, and whether its snapshot exists."""
     places = {
         "dataset": (definition.storage.dataset, DATASET),
         "base_weights": (definition.storage.base_weights, WEIGHTS),
@@ -324,7 +324,7 @@ def inputs(definition: StackDefinition, s3: Any, ec2: Any, kms: Any) -> Iterator
     snapshot = _snapshot(disk.snapshot, ec2)
     if snapshot is None:
         finding = f"{disk.snapshot} does not exist in {definition.fleet.region}"
-        yield Check("snapshot", finding, "problem", "Put storage.data.snapshot right.")
+        yield Check("snapshot", finding, "problem", "Correct storage.data.snapshot.")
         return
     if snapshot["VolumeSize"] > disk.size_gib:
         fix = f"Set storage.data.size_gib: {snapshot['VolumeSize']}."
@@ -334,7 +334,7 @@ def inputs(definition: StackDefinition, s3: Any, ec2: Any, kms: Any) -> Iterator
 
 
 def _snapshot(name: str, ec2: Any) -> dict[str, Any] | None:
-    """EC2's description of the snapshot; None when it does not exist."""
+    """EC2's description of the snapshot; None if it does not exist."""
     answer = refusals.absent(
         lambda: ec2.describe_snapshots(SnapshotIds=[name]), "InvalidSnapshot.", "InvalidSnapshotID."
     )
@@ -342,7 +342,7 @@ def _snapshot(name: str, ec2: Any) -> dict[str, Any] | None:
 
 
 def _first(place: str, s3: Any) -> str:
-    """The key of some object below a prefix that has no manifest; a made-up key when nothing is there."""
+    """The key of some object below a prefix that has no manifest; a made-up key if there is no object."""
     bucket, _, path = place.removeprefix("s3://").partition("/")
     prefix = f"{path.strip('/')}/" if path.strip("/") else ""
     listed = refusals.absent(lambda: s3.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=10), "NoSuchBucket")
@@ -360,14 +360,16 @@ def secrets(definition: StackDefinition, client: Callable[[str, str], Any]) -> I
             fix = f"Create it in {region}, or correct job.secrets."
             yield Check("secret", f"{reference} does not exist", "problem", fix)
         elif key and key != own and not own.endswith(f"/{key}"):
-            finding = f"{reference} is encrypted with {key}: a node may decrypt with account.kms_key alone"
-            yield Check("secret", finding, "problem", "Set account.kms_key to it, or use AWS's key.")
+            finding = f"{reference} is encrypted with {key}, but nodes may only use account.kms_key to decrypt"
+            yield Check(
+                "secret", finding, "problem", f"Set account.kms_key to {key}, or encrypt the secret with AWS's key."
+            )
         else:
             yield Check("secret", f"{reference} is there")
 
 
 def _parameter(name: str, ssm: Any) -> str | None:
-    """The customer key that encrypts a parameter; empty for AWS's own key, None when there is no such parameter."""
+    """The customer key that encrypts a parameter; empty for AWS's own key, None if there is no such parameter."""
     wanted = {"Key": "Name", "Option": "Equals", "Values": [name]}
     parameter = next(iter(pages(ssm, "describe_parameters", "Parameters", ParameterFilters=[wanted])), None)
     if parameter is None:
@@ -377,7 +379,7 @@ def _parameter(name: str, ssm: Any) -> str | None:
 
 
 def _secret(name: str, manager: Any) -> str | None:
-    """The customer key that encrypts a secret, in the same form as for _parameter; None also while the secret is being
+    """The customer key that encrypts a secret; empty for AWS's own key, None if the secret does not exist or is being
     deleted.
     """
     secret = refusals.absent(lambda: manager.describe_secret(SecretId=name), "ResourceNotFoundException")
@@ -388,14 +390,14 @@ def _secret(name: str, manager: Any) -> str | None:
 
 
 def _prefix(key: str, place: str, listing: str, own: str | None, s3: Any, kms: Any) -> Check:
-    """Whether the list of files at a prefix exists, which a node reads first; `prepare` writes it there."""
+    """Whether a prefix has its list of files, which `prepare` writes and a node reads first."""
     bucket, _, prefix = place.removeprefix("s3://").partition("/")
     place_of_list = {"Bucket": bucket, "Key": f"{prefix}/{listing}".lstrip("/")}
     listed = refusals.absent(lambda: s3.head_object(**place_of_list), "NoSuchBucket", "NoSuchKey", "404")
     if listed is None:
         fix = f"Put storage.{key} right."
         if listing in (DATASET, WEIGHTS):
-            fix = f"Correct storage.{key}; all files that `gpufleet prepare` lists must be there, {listing} included."
+            fix = f"Correct storage.{key}; it needs {listing} and all files that `gpufleet prepare` lists in it."
         return Check(key, f"{place}/{listing} is not there", "problem", fix)
     used = listed.get("SSEKMSKeyId")
     manager = _manager(used, kms) if used and used != own else "AWS"

@@ -1,7 +1,7 @@
 """The checks of `gpufleet doctor` in their order: everything in the account that would fail silently after `pulumi up`.
 
-They change nothing in AWS. `pin` writes the newest AMI and the image's digest into the definition file. A fleet that
-replaces nodes cannot look up the newest AMI, and a tag of an image can move during a run.
+The checks change nothing in AWS. `pin` writes the newest AMI and the image's digest into the definition file, because a
+fleet that replaces nodes cannot look up the newest AMI, and a tag may stand for another image later in the run.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from gpufleet.infra.errors import AwsRefused
 from gpufleet.infra.inputs.readiness import code_problems, not_ready
 from gpufleet.infra.program import ecr
 
-# Deep Learning Base AMI with the open Nvidia driver, Amazon Linux 2023, x86_64: the name as used in public code on
-# 2026-11-21, for example for the build of 2026-09-25. Driver, container toolkit and docker are in it.
+# Deep Learning Base AMI with the open Nvidia driver, Amazon Linux 2023, x86_64. The name is the one that public code
+# used on 2026-11-21, for example for the build of 2026-09-25. The AMI has driver, container toolkit and docker.
 AMI_PARAMETER = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-amazon-linux-2023/latest/ami-id"
 SKIPPED = "not checked"  # the name of a check that AWS did not answer
 
 
 def pin(definition: StackDefinition, ssm: Any, say: Callable[[str], None] = print) -> None:
-    """Writes AMI and digest into the definition file and says what changed. Raises AwsRefused."""
+    """Writes AMI and digest into the definition file, and prints what changed. Raises AwsRefused."""
     newest = refusals.absent(lambda: ssm.get_parameter(Name=AMI_PARAMETER), "ParameterNotFound")
     if newest is None:
         raise AwsRefused(
@@ -59,7 +59,7 @@ def _pinned(image: str, login: str | None = None) -> str:
 
 
 def examine(definition: StackDefinition, root: Path, client: Callable[[str, str], Any]) -> Iterator[Check]:
-    """Makes every check in turn. Without working credentials only the first one is made."""
+    """Makes every check in turn; if the credentials do not work, only the first."""
     region = definition.fleet.region
     ec2, iam, kms, service_quotas = (client(service, region) for service in ("ec2", "iam", "kms", "service-quotas"))
     who = checks.identity(client("sts", region))
@@ -128,14 +128,14 @@ def _image(name: str, definition: StackDefinition, sts: Any) -> Iterator[Check]:
     else:
         yield Check(
             "image",
-            f"{name} exists but is not pinned, and a tag can move between a node and its replacement",
+            f"{name} exists but is not pinned: a replacement node may pull another image under the same tag",
             "problem",
             f"gpufleet doctor {definition.argument} --pin",
         )
     if private and private.account != (own := sts.get_caller_identity()["Account"]):
         yield Check(
             "image",
-            f"{private.name} is of account {private.account}; gpufleet cannot see whether nodes of {own} may pull it",
+            f"{private.name} belongs to account {private.account}; cannot tell whether nodes of {own} may pull it",
             "warning",
             f"In that account, the repository's policy must allow {own} ecr:BatchGetImage and "
             "ecr:GetDownloadUrlForLayer.",
@@ -145,7 +145,7 @@ def _image(name: str, definition: StackDefinition, sts: Any) -> Iterator[Check]:
 
 
 def readiness(definition: StackDefinition, root: Path) -> Iterator[Check]:
-    """The check of everything else that `up` needs before it starts; AMI and image have checks of their own."""
+    """The check of everything else that `up` needs. AMI and image have checks of their own."""
     for sentence in [*map(str, code_problems(definition, root)), *not_ready(definition, root)]:
         if sentence.startswith("storage.") or ".code." in sentence:
             finding, _, fix = sentence.partition(": ")

@@ -20,9 +20,9 @@ ENDING_S = 300.0  # how long after done.json a node may take to end its fleet
 
 
 def fleets_of(ec2: Any, definition: StackDefinition, *, every_run: bool = False) -> list[dict[str, Any]]:
-    """The fleets of a run, or of every run of the stack: those of the file's owner first, then those that may launch,
-    newest first. DescribeFleets has no filter by tag, and it describes an instant fleet (one into a Capacity Block)
-    only by its id, so the ids come from the tags.
+    """The fleets of a run, or of every run of the stack. Fleets of the file's owner come first, among these the fleets
+    that may still launch, then the newest. The ids come from the tags, because DescribeFleets has no filter by tag and
+    shows an instant fleet (one into a Capacity Block) only if its id is given.
     """
     wanted = {STACK_TAG: definition.name, **({} if every_run else {RUN_TAG: definition.run.id})}
     there = {fleet["FleetId"]: fleet for fleet in pages(ec2, "describe_fleets", "Fleets")}
@@ -41,7 +41,7 @@ def fleets_of(ec2: Any, definition: StackDefinition, *, every_run: bool = False)
 
 
 def _described(ec2: Any, fleet_id: str) -> list[dict[str, Any]]:
-    """The fleet's description; empty when only its tags still exist."""
+    """The fleet's description; empty if only its tags still exist."""
     answer = refusals.absent(lambda: ec2.describe_fleets(FleetIds=[fleet_id]), *NO_FLEET)
     return answer["Fleets"] if answer else []
 
@@ -61,12 +61,12 @@ def replaces(fleet: dict[str, Any]) -> bool:
 
 
 def market(fleet: dict[str, Any]) -> str:
-    """spot, on-demand or capacity-block."""
+    """The fleet's market: spot, on-demand or capacity-block."""
     return str(fleet["TargetCapacitySpecification"]["DefaultTargetCapacityType"])
 
 
 def too_many(fleets: list[dict[str, Any]], definition: StackDefinition) -> list[dict[str, Any]]:
-    """The fleets that may launch although the run needs only one: one in all; with a fallback, one in each market."""
+    """The fleets that may launch, if they are more than the run needs: one, or with a fallback one in each market."""
     stands_by = definition.fleet.market.stands_by
     kinds = [market(fleet) if market(fleet) in stands_by else "" for fleet in fleets]
     return [fleet for fleet, kind in zip(fleets, kinds, strict=True) if kinds.count(kind) > 1]
@@ -78,20 +78,18 @@ def wants(fleet: dict[str, Any]) -> int:
 
 
 def is_over(fleet: dict[str, Any], now: datetime) -> bool:
-    """Whether the fleet can never launch again. A fleet whose target is 0 can launch again when its target is
-    raised.
-    """
+    """Whether the fleet can never launch again. A fleet whose target is 0 can: its target may be raised."""
     return fleet["FleetState"] in ENDED or has_expired(fleet, now)
 
 
 def why_needless(fleet: dict[str, Any], done: Done, now: datetime) -> str:
-    """A sentence about a fleet that launches nodes for a run that is over; empty while its node may yet end it."""
+    """A sentence about a fleet that launches nodes for a run that is over; empty while its node may still end it."""
     at = epoch(done.at)
     if (at is not None and now.timestamp() - at <= ENDING_S) or not may_launch(fleet, now):
         return ""
     return (
-        f"fleet {fleet['FleetId']} still launches nodes, each billed until it sees that the run is over, and none may "
-        "delete the fleet. End it:"
+        f"fleet {fleet['FleetId']} still launches nodes. Each is billed until it sees that the run is over, and none "
+        "may delete the fleet. End it:"
     )
 
 
@@ -101,7 +99,7 @@ def end_command(fleet: dict[str, Any], region: str) -> str:
 
 
 def has_expired(fleet: dict[str, Any], now: datetime) -> bool:
-    """Whether the fleet has expired. Nobody knows in which state AWS shows such a fleet, so the hour decides."""
+    """Whether the fleet has expired. Its end date decides, because AWS does not document the state of such a fleet."""
     until: datetime | None = fleet.get("ValidUntil")
     return until is not None and until <= now
 

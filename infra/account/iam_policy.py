@@ -1,9 +1,9 @@
 """Decides whether policy statements allow one request, by IAM's rules as far as they are certain.
 
-There are three answers: True, False, and None for *cannot tell*. None means that a condition depends on something
-unknown, or uses an operator that is not implemented here. IAM's simulator cannot answer for a service-linked role: it
-accepts only users as callers of a resource policy (API reference, SimulateCustomPolicy, CallerArn), and KMS's DryRun
-answers only for its caller. Both pages were read on 2026-11-25.
+There are three answers: True, False, and None if it cannot be known. None means that a condition depends on something
+unknown, or uses an operator that is not implemented here. AWS itself cannot answer for a service-linked role: IAM's
+simulator accepts only users as callers of a resource policy (API reference, SimulateCustomPolicy, CallerArn), and KMS's
+DryRun answers only for its caller. Both pages were read on 2026-11-25.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Statement = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class AccessRequest:
-    """One action that a request asks for. A key of `context` whose value is None is not in the request. Whether the
-    request has keys that `context` does not name is unknown, unless `complete` is set.
+    """One action that a request asks for. If a value in `context` is None, the request does not have this key. The
+    request may have further keys, unless `complete` is set.
     """
 
     action: str
     resource: str = "*"
-    principal: str = ""  # ARN; empty: the statements are the caller's own and name no principal
+    principal: str = ""  # ARN; empty if the statements belong to the caller, and so name no principal
     context: Mapping[str, str | None] = field(default_factory=dict)
     complete: bool = True
 
@@ -54,7 +54,7 @@ def speaks_of(statement: Statement, wish: AccessRequest) -> bool | None:
 
 
 def matches_wildcard(text: str, pattern: str) -> bool:
-    """IAM's wildcards: * matches any text, slashes included, and ? one character."""
+    """Matches by IAM's wildcards: * stands for any text, including slashes, and ? for one character."""
     words = (".*" if letter == "*" else "." if letter == "?" else re.escape(letter) for letter in pattern)
     return re.fullmatch("".join(words), text, re.DOTALL) is not None
 
@@ -66,8 +66,8 @@ def _named(statement: Statement, key: str, text: str, spelled: Callable[[str], s
 
 
 def _principal(statement: Statement, wish: AccessRequest) -> bool | None:
-    """Whether the statement's principal is the caller. An account as principal allows a role nothing by itself (the
-    role's own policies decide), but it can deny. Sessions of roles and NotPrincipal are not decided here.
+    """Whether the statement's principal is the caller. If the principal is an account, the statement alone allows a
+    role nothing (the role's own policies decide), but it can deny. Sessions of roles and NotPrincipal give None.
     """
     if "Principal" not in statement:
         return None

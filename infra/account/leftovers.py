@@ -1,8 +1,8 @@
-"""Lists the leftovers of a stack in the account: each resource, its cost, and the way to remove it. Reads only.
+"""Lists the leftovers of a stack in the account: each resource, its cost, and the way to remove it. It only reads.
 
 Tags alone are not enough, because a maintained fleet tags neither its spot nodes' disks nor their network interfaces.
-So the module follows instances to their disks, and the VPC to its contents. Everything in the stack's VPC counts as the
-stack's, whatever owner its tag names. The module looks only in the definition's region.
+So the module goes from instances to their disks, and from the VPC to its contents. Everything in the stack's VPC counts
+as part of the stack, whatever owner its tag names. The module looks only in the definition's region.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Left:
     note: str = ""
     usd_per_month: Decimal = Decimal(0)
     asked_for: bool = False  # whether the definition keeps the resource
-    ours: bool = True  # False: the resource looks like the stack's, but nothing proves it
-    # whether it belongs to somebody else but is in the stack's VPC, which cannot be deleted before it
+    ours: bool = True  # False if the resource looks like one of the stack, but nothing proves it
+    # whether it belongs to somebody else, but lies in the stack's VPC and so blocks its deletion
     foreign: bool = False
-    # How to remove the resource; empty if it is removed with another one, or is being removed already.
+    # how to remove the resource; empty if another resource's removal removes it, or if it is being removed already
     steps: tuple[removal.Step, ...] = ()
     owner: str = ""  # the owner in the resource's tag, if it is not the definition's owner
     launches: bool = False  # whether it costs nothing now but may launch a node at any time
-    unseen: bool = False  # whether AWS does not show it; its id or note has AWS's answer
+    unseen: bool = False  # whether AWS refuses to show such resources; the id or the note has AWS's answer
 
     @property
     def bills(self) -> bool:
@@ -61,14 +61,14 @@ class Left:
 
 
 def look(definition: StackDefinition, client: Callable[[str, str], Any], now: datetime) -> Iterator[Left]:
-    """All leftovers: the dearest kinds first, the network's parts in the order in which AWS lets them be deleted, and
-    last the kinds that AWS did not show. A missing right must not hide a running node.
+    """All leftovers: the most expensive kinds first, then parts of the network in the order in which AWS lets them be
+    deleted, and last the kinds that AWS did not show: a missing right for one kind must not hide a running node.
     """
     region, unseen = definition.fleet.region, list[Left]()
     ec2 = client("ec2", region)
 
     def collect_visible(kind: str, part: Callable[[], Iterable[_T]]) -> list[_T]:
-        """The leftovers that `part` yields, as far as AWS allows the requests. A refusal is added to `unseen`."""
+        """The leftovers that `part` yields. If AWS refuses a request, `unseen` gets an entry instead."""
         visible = list[_T]()
         try:
             visible.extend(part())
@@ -86,14 +86,17 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
     fleets = collect_visible("fleets", lambda: fleets_of(ec2, definition, every_run=True))
     fleets = [fleet for fleet in fleets if fleet["FleetState"] != "deleted"]
     nodes = collect_visible("instances", lambda: _nodes(ec2, definition, [fleet["FleetId"] for fleet in fleets]))
-    # An instant fleet stays in `deleted_terminating` for hours after its nodes have gone, and costs nothing.
+    # An instant fleet stays in `deleted_terminating` for hours after its nodes have ended, and costs nothing.
     with_nodes = {aws.tags_of(node).get(FLEET_TAG) for node in nodes}
     fleets = [
         fleet
         for fleet in fleets
         if replaces(fleet) or fleet["FleetState"] not in ENDED or fleet["FleetId"] in with_nodes
     ]
-    yield from _fleets(fleets, within, now)
+    places = dict(
+        collect_visible("launch templates", lambda: ((fleet["FleetId"], set(_subnets(ec2, fleet))) for fleet in fleets))
+    )
+    yield from _fleets(fleets, places, within, now)
     yield from _instances(nodes, within)
     for kinds, part in (
         ("volumes", lambda: _volumes(ec2, within, {node["InstanceId"]: node for node in nodes})),
@@ -117,13 +120,12 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
 class _Within:
     """Decides to whom a fleet or a node belongs."""
 
-    vpcs: frozenset[str]  # tags of the stack and of the file's owner
-    subnets: dict[str, str]  # subnets of the stack's VPCs, with the VPC of each
+    vpcs: frozenset[str]  # VPCs with the tags of the stack and of the file's owner
+    subnets: dict[str, str]  # the VPC of each subnet in the stack's VPCs
     definition: StackDefinition
 
-    def owner_of_fleet(self, fleet: dict[str, Any]) -> str:
-        overrides = [override for config in fleet["LaunchTemplateConfigs"] for override in config.get("Overrides", [])]
-        inside = any(self.subnets.get(override.get("SubnetId", "")) in self.vpcs for override in overrides)
+    def owner_of_fleet(self, fleet: dict[str, Any], subnets: Iterable[str]) -> str:
+        inside = any(self.subnets.get(subnet) in self.vpcs for subnet in subnets)
         return "" if inside else _other_owner(fleet, self.definition)
 
     def owner_of_node(self, node: dict[str, Any]) -> str:
@@ -138,13 +140,29 @@ def _nodes(ec2: Any, definition: StackDefinition, fleets: list[str]) -> list[dic
     return list({node["InstanceId"]: node for node in instances}.values())
 
 
-def _fleets(fleets: list[dict[str, Any]], within: _Within, now: datetime) -> Iterator[Left]:
+def _subnets(ec2: Any, fleet: dict[str, Any]) -> Iterator[str]:
+    """The subnets in which the fleet launches: overrides name them, or for several nodes the template's interfaces."""
+    for config in fleet["LaunchTemplateConfigs"]:
+        named = [override["SubnetId"] for override in config.get("Overrides", []) if "SubnetId" in override]
+        yield from named or _subnets_of_interfaces(ec2, config["LaunchTemplateSpecification"])
+
+
+def _subnets_of_interfaces(ec2: Any, template: dict[str, Any]) -> Iterator[str]:
+    asked = {"LaunchTemplateId": template["LaunchTemplateId"], "Versions": [template["Version"]]}
+    answer = refusals.absent(lambda: ec2.describe_launch_template_versions(**asked), "InvalidLaunchTemplateId.")
+    for version in (answer or {}).get("LaunchTemplateVersions", []):
+        yield from (each["SubnetId"] for each in version["LaunchTemplateData"].get("NetworkInterfaces", []))
+
+
+def _fleets(
+    fleets: list[dict[str, Any]], places: dict[str, set[str]], within: _Within, now: datetime
+) -> Iterator[Left]:
     for fleet in fleets:
         expired, launches = has_expired(fleet, now), may_launch(fleet, now)
         note = f"{fleet['FleetState']}, wants {wants(fleet)}"
         note += ": it can launch a node at any time" if launches else ", expired" if expired else ""
         steps = () if fleet["FleetState"] in ENDED else (removal.end_fleet(fleet["FleetId"]),)
-        owner = within.owner_of_fleet(fleet)
+        owner = within.owner_of_fleet(fleet, places.get(fleet["FleetId"], ()))
         yield Left(kind="fleet", id=fleet["FleetId"], note=note, steps=steps, owner=owner, launches=launches)
 
 
@@ -152,7 +170,7 @@ def _instances(nodes: list[dict[str, Any]], within: _Within) -> Iterator[Left]:
     region = within.definition.fleet.region
     for node in nodes:
         state = node["State"]["Name"]
-        in_block = node.get("InstanceLifecycle") == "capacity-block"  # a block, which is already paid
+        in_block = node.get("InstanceLifecycle") == "capacity-block"
         free = in_block or state in ("stopped", "shutting-down")
         hourly = Decimal(0) if free else _hourly(node["InstanceType"], region)
         address = _price("public_ipv4", region) if node.get("PublicIpAddress") else Decimal(0)
@@ -186,8 +204,8 @@ def _volumes(ec2: Any, within: _Within, nodes: dict[str, dict[str, Any]]) -> Ite
 
 
 def _resembles(volume: dict[str, Any], definition: StackDefinition) -> bool:
-    """Whether a disk may have been left by a node: it is detached and untagged, in one of the definition's zones, and
-    exactly as large as one of its disks.
+    """Whether a node may have left this disk: it is detached and untagged, lies in one of the definition's zones, and
+    is exactly as large as one of the definition's disks.
     """
     disks = [definition.storage.root, *([definition.storage.data] if definition.storage.data else [])]
     sizes = {(disk.size_gib, disk.iops, disk.throughput_mibps) for disk in disks}
@@ -278,7 +296,7 @@ def _buckets(s3: Any, definition: StackDefinition) -> Iterator[Left]:
     buckets = find_buckets(s3, definition.name)
     for name, refused in buckets.closed.items():
         yield Left(kind="bucket", id=name, note=str(refused), unseen=True)
-    for name in buckets.untagged:  # the provider tags a bucket after it has made it
+    for name in buckets.untagged:  # the provider makes a bucket first and tags it afterwards
         yield Left(kind="bucket", id=name, note="named like ours", ours=False, steps=(removal.Bucket(name=name),))
     for bucket in buckets.ours:
         name, owner = bucket["Name"], _other_owner(bucket, definition)
@@ -300,7 +318,7 @@ def _buckets(s3: Any, definition: StackDefinition) -> Iterator[Left]:
             kind="bucket",
             id=name,
             note=f"{counted(len(sizes), 'object')}, {gb:.3f} GB" + (f", expiring {keep.expiry}" if keep.bucket else ""),
-            # A cent is the least that a bill shows, and an empty bucket costs nothing.
+            # a bill shows amounts from one cent on, and an empty bucket costs nothing
             usd_per_month=gb * gb_price,
             asked_for=keep.bucket,
             steps=(removal.Bucket(name=name),),
@@ -322,7 +340,7 @@ def _log_groups(logs: Any, definition: StackDefinition) -> Iterator[Left]:
 
 
 def _schedules(scheduler: Any, definition: StackDefinition) -> Iterator[Left]:
-    """Schedule groups and the schedules in them, which have no tags of their own."""
+    """The schedule groups, and the schedules in them; a schedule itself has no tags."""
     prefix = name_prefix(definition.name)
     for group in aws.pages(scheduler, "list_schedule_groups", "ScheduleGroups", NamePrefix=prefix):
         tagged = scheduler.list_tags_for_resource(ResourceArn=group["Arn"])
@@ -360,7 +378,7 @@ class _Part(NamedTuple):
         return f"describe_{self.name}s"
 
     def step(self, identifier: str) -> removal.Step:
-        if self.name == "vpc_endpoint":  # VPC endpoints have no call of this form
+        if self.name == "vpc_endpoint":  # the API has no delete_vpc_endpoint
             return removal.ec2("delete_vpc_endpoints", VpcEndpointIds=[identifier])
         return removal.ec2(f"delete_{self.name}", **{self.id: identifier})
 
@@ -387,9 +405,9 @@ def _network(ec2: Any, definition: StackDefinition, vpcs: list[dict[str, Any]], 
         ours = {item[part.id] for item in tagged}
         for identifier, item in every.items():
             if item.get("State", "").lower() in ("deleting", "deleted") or _goes_with_its_vpc(item):
-                continue  # endpoints stay listed for a while
+                continue  # AWS still lists deleted endpoints for a while
             attached = [attachment["VpcId"] for attachment in item.get("Attachments", [])]  # a gateway
-            # the instance of an interface, which has no tag itself
+            # the instance to which a network interface belongs; the interface itself has no tag
             node = (item.get("Attachment") or {}).get("InstanceId", "")
             vpc = item.get("VpcId") or next(iter(attached), "")
             owner = owners[vpc] if vpc in owners else _other_owner(item, definition)
@@ -398,7 +416,7 @@ def _network(ec2: Any, definition: StackDefinition, vpcs: list[dict[str, Any]], 
             note = ", ".join(filter(None, names))
             steps = (
                 *(removal.ec2("detach_internet_gateway", **{part.id: identifier}, VpcId=vpc_id) for vpc_id in attached),
-                # an address of a node or of an AWS service is deleted with its owner
+                # AWS deletes an interface of a node, or of one of its services, together with that
                 *(() if node or item.get("RequesterManaged") else (part.step(identifier),)),
             )
             yield Left(kind=part.kind, id=identifier, note=note, foreign=not mine, owner=owner, steps=steps)
@@ -414,9 +432,7 @@ def _resources_in(
 
 
 def _goes_with_its_vpc(item: dict[str, Any]) -> bool:
-    """Whether AWS made the resource with the VPC and deletes it with the VPC: the main route table and the default
-    security group.
-    """
+    """Whether AWS makes and deletes the resource with its VPC: the main route table and the default security group."""
     return item.get("GroupName") == "default" or any(
         association.get("Main") for association in item.get("Associations", [])
     )
@@ -445,7 +461,7 @@ def _profiles(iam: Any, definition: StackDefinition) -> Iterator[Left]:
         name = profile["InstanceProfileName"]
         if not name.startswith(name_prefix(definition.name)):
             continue
-        # the list does not contain the tags
+        # ListInstanceProfiles returns no tags
         described = iam.get_instance_profile(InstanceProfileName=name)["InstanceProfile"]
         if aws.tags_of(described).get(STACK_TAG) == definition.name:
             of = {"InstanceProfileName": name}
@@ -458,18 +474,18 @@ def _profiles(iam: Any, definition: StackDefinition) -> Iterator[Left]:
 
 
 def _tagged(definition: StackDefinition) -> list[dict[str, Any]]:
-    """EC2 filters for resources with the stack's tag."""
+    """The EC2 filters for resources with the stack's tag."""
     return [{"Name": f"tag:{STACK_TAG}", "Values": [definition.name]}]
 
 
 def _other_owner(resource: dict[str, Any], definition: StackDefinition) -> str:
-    """The owner in the tag if it is not the file's owner (two people may run the same file); else empty."""
+    """The owner in the tag; empty if it is the owner in the file. (Two people may run the same file.)"""
     owner = aws.owner_of(resource)
     return "" if owner == definition.run.owner else owner
 
 
 def _hourly(instance_type: str, region: str) -> Decimal:
-    """USD per hour on demand; without such a price in the region, the highest known price of the type."""
+    """USD per hour on demand; if the region has no such price, the highest known price of the type."""
     catalog = load_catalog()
     try:
         return catalog.on_demand(instance_type, region).amount
@@ -481,7 +497,7 @@ def _hourly(instance_type: str, region: str) -> Decimal:
             if kind == instance_type
             for zone in zones
         ]
-        return max([*elsewhere, *spot], default=Decimal(1))  # a type without any price must not look free
+        return max([*elsewhere, *spot], default=Decimal(1))  # a type of unknown price must not look free
 
 
 def _price(item: str, region: str) -> Decimal:

@@ -16,13 +16,13 @@ from gpufleet.job.contract import bucket
 from gpufleet.job.contract.workdir import LOG
 
 POLL_S = 3.0
-GONE_POLLS = 20  # seconds between two checks whether the run still has a fleet, because S3 charges for listings
-LAST_S = 10.0  # after the end: docker's log driver sends every 5 s, and CloudWatch shows an event some seconds later
+GONE_POLLS = 20  # polls between two checks whether the run still has a fleet: S3 charges for listings
+LAST_S = 10.0  # wait after the end: docker's log driver sends every 5 s, and CloudWatch shows events seconds later
 
 
 @dataclass(kw_only=True, slots=True)
 class Reader:
-    """One reading. Sleep is a parameter, so that a test need not wait."""
+    """Reads one run's output. `sleep` is a parameter, so that a test does not have to wait."""
 
     definition: StackDefinition
     logs: Any
@@ -40,12 +40,12 @@ class Reader:
         raise AwsRefused(self._silence())
 
     def follow(self) -> int:
-        """Prints lines as they come, until the run's done marker is there, and returns 0; or 1 if nothing goes on with
-        the run. Raises AwsRefused if there is no such run, or its stack is destroyed, because no line would ever come.
+        """Prints lines as they come. Returns 0 once the run is done, and 1 if no node will go on with it. Raises
+        AwsRefused if there is no such run, or if its stack is destroyed, because no line would ever come.
         """
         has_said_why, polls, folder = False, 0, None
         while True:
-            folder = folder or self._folder()  # not each time: S3 charges for the listings
+            folder = folder or self._folder()  # looked up once: S3 charges for listings
             group = self._group()
             over = folder.read_done() if folder else None
             self._cloudwatch(group)
@@ -61,7 +61,7 @@ class Reader:
                 raise AwsRefused(self._silence())
             if not self.seen and not has_said_why:
                 has_said_why = True
-                self.say(f"-- {self._silence()} Ctrl-C ends the waiting.")
+                self.say(f"-- {self._silence()} To stop waiting, press Ctrl-C.")
             if folder and polls % GONE_POLLS == 0 and (gone := self._end_detail(folder)):
                 again = self.definition.run_argument
                 self.say(f"-- nothing goes on with the run: {gone}. `gpufleet results {again}` makes its receipt.")
@@ -90,14 +90,14 @@ class Reader:
         )
 
     def boot(self) -> int:
-        """The boot logs that nodes left in the bucket; a node writes its own when it ends."""
+        """Prints the boot logs in the bucket; each node writes its own when it ends."""
         folder = self._folder()
         if folder is None:
             raise no_run(self.s3, self.definition)
         names = [stored.name for stored in folder.objects(bucket.BOOT_LOGS)]
         if not names:
             raise AwsRefused(
-                f"no node of run {self.definition.run.id} has left a boot log yet; it does so when it ends."
+                f"there is no boot log of run {self.definition.run.id} yet: a node writes it when the node ends."
             )
         for name in names:
             self.say(f"-- {name}")
@@ -105,7 +105,7 @@ class Reader:
         return 0
 
     def _cloudwatch(self, group: str | None) -> bool:
-        """Prints every event not printed before."""
+        """Prints every new event. Returns whether any event has been printed, now or before."""
         if group is None:
             return False
         events = aws.pages(
@@ -117,7 +117,7 @@ class Reader:
             startTime=self.since_ms,
         )
         for event in sorted(events, key=lambda event: int(event["timestamp"])):
-            # CloudWatch applies the prefix; an embedded AWS may not.
+            # CloudWatch filters by the prefix, but an embedded AWS may not
             if event["eventId"] in self.seen or not event["logStreamName"].startswith(f"{self.definition.run.id}/"):
                 continue
             self.seen.add(event["eventId"])
@@ -128,7 +128,7 @@ class Reader:
         return bool(self.seen)
 
     def _group(self) -> str | None:
-        """The stack's log group; if several people have the stack up, that of the file's owner."""
+        """The stack's log group; if several people run the same stack, the group of the file's owner."""
         groups = find_log_groups(self.logs, self.definition.name)
         candidates = [
             (aws.owner_of(group) != self.definition.run.owner, str(group["logGroupName"])) for group in groups

@@ -1,7 +1,7 @@
-"""The dollars of a calendar month under one owner: what the project's receipts say, and what runs may still spend.
+"""Sums the dollars of one owner in a calendar month: what the receipts say, and what runs may still spend.
 
-A run that goes on counts with its own limit, as its run.json has it. It uses the caller's rights to read; a run whose
-limit cannot be read makes the answer an error, because it might spend anything.
+A run that goes on counts with the limit in its run.json. If the caller may not read this limit, the answer is an error,
+because the run might spend any amount.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from gpufleet.job.text import counted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MonthUsd:
-    """USD of a month, UTC, and of one owner."""
+    """The USD of one owner in one month (UTC)."""
 
-    ended: Decimal  # by receipts; one that names no owner counts for every owner
+    ended: Decimal  # by receipts; a receipt that names no owner counts for every owner
     reserved: dict[str, Decimal]  # the limit of each run that goes on, by STACK/RUN
 
     @property
@@ -46,8 +46,8 @@ def look(
     *,
     but: Collection[str],
 ) -> MonthUsd:
-    """The month so far, with the runs that go on in `regions`, without the runs `but`, each as STACK/RUN. Raises
-    GpufleetError if a run's limit cannot be read.
+    """The month so far, with the runs that go on in `regions`, except those in `but` (STACK/RUN). Raises GpufleetError
+    if a run's limit cannot be read.
     """
     known, _ = receipts.read(root)
     ended = {
@@ -65,8 +65,8 @@ def look(
 
 
 def require(rules: Policy | None, month: Callable[[], MonthUsd], usd: Decimal, spender: str) -> None:
-    """Raises GpufleetError if `spender`, which may spend `usd`, does not fit what the rules leave of the month. Without
-    the rule nothing is asked.
+    """Raises GpufleetError if the `usd` that `spender` may spend are more than the rules still allow in this month. If
+    no rule limits the month, `month` is not called.
     """
     cap = rules.max_usd_per_month if rules else None
     if cap is None:
@@ -82,7 +82,7 @@ def require(rules: Policy | None, month: Callable[[], MonthUsd], usd: Decimal, s
 
 
 def require_run(definition: StackDefinition, root: Path, client: Callable[[str, str], Any], now: datetime) -> None:
-    """Raises GpufleetError if the run, which has not begun, breaks `max_usd_per_month`."""
+    """Raises GpufleetError if a run that has not begun would break `max_usd_per_month`."""
     owner, name = definition.run.owner, f"{definition.name}/{definition.run.id}"
 
     def look_around() -> MonthUsd:
@@ -101,6 +101,6 @@ def _limit(run: ListedRun, client: Callable[[str, str], Any]) -> Decimal:
         body = s3.get_object(Bucket=bucket["Name"], Key=f"{run.run}/{RUN}")["Body"].read()
         return reading.Fields(json.loads(body)).section("limits").need("max_usd", reading.unsigned)
     raise GpufleetError(
-        f"max_usd_per_month of policy.yaml: run {run.run} of {run.stack} goes on, and its bucket with its limit is not"
-        " to be seen, so nothing begins. End it, or leave the rule out."
+        f"max_usd_per_month of policy.yaml: run {run.run} of {run.stack} goes on, but its limit is unknown, because its"
+        " bucket cannot be read. Nothing may begin: end that run, or remove the rule."
     )

@@ -1,4 +1,4 @@
-"""The checks of `gpufleet doctor` for the network and the boundary in the definition's `account`. Reads only."""
+"""Checks of `gpufleet doctor` for the definition's `account`: network and permissions boundary. They only read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpufleet.infra.definition.model import StackDefinition, is_zone_id
 
 
 def network(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
-    """Whether each zone's subnet exists in that VPC and zone, has free addresses, and reaches port 443 outside."""
+    """Whether each zone's subnet exists in the VPC and the zone, has free addresses, and reaches port 443 outside."""
     if (vpc := definition.account.vpc) is None:
         return
     wanted = [{"Name": "subnet-id", "Values": list(vpc.subnets.values())}]
@@ -25,7 +25,7 @@ def network(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
     for zone, name in vpc.subnets.items():
         subnet = subnets.get(name)
         if wrong := _misplaced(subnet, vpc.id, zone):
-            fix = "Put account.vpc right."
+            fix = "Correct account.vpc."
             yield Check("network", f"{name} {wrong}", "problem", fix)
         else:
             assert subnet is not None
@@ -44,7 +44,7 @@ def _misplaced(subnet: dict[str, Any] | None, vpc: str, zone: str) -> str:
 
 
 def _routes(tables: list[dict[str, Any]], subnet: str) -> list[dict[str, Any]]:
-    """The routes of the subnet's own route table, else of the VPC's main route table."""
+    """The routes of the subnet's own route table, or else of the VPC's main route table."""
     for key, value in (("SubnetId", subnet), ("Main", True)):
         for table in tables:
             if any(association.get(key) == value for association in table["Associations"]):
@@ -59,7 +59,7 @@ def _way_out(subnet: dict[str, Any], routes: list[dict[str, Any]]) -> Check:
     if out is None:
         return Check(
             "network",
-            f"{name}: cannot tell how nodes reach S3, EC2, logs and the image's registry: it has no route out",
+            f"{name} has no route out: cannot tell how nodes reach S3, EC2, logs and the image's registry",
             "warning",
             "Nodes need port 443 to all of these, through a gateway or endpoints; they do not use a proxy.",
         )
@@ -68,7 +68,7 @@ def _way_out(subnet: dict[str, Any], routes: list[dict[str, Any]]) -> Check:
             return Check("network", f"{name}, out through {out['GatewayId']}")
         return Check(
             "network",
-            f"{name} goes out through {out['GatewayId']} and gives no public address: nodes would reach nothing",
+            f"{name} routes to {out['GatewayId']} but gives nodes no public address: they could reach nothing",
             "problem",
             f"aws ec2 modify-subnet-attribute --subnet-id {subnet['SubnetId']} --map-public-ip-on-launch",
         )
@@ -79,7 +79,7 @@ def _way_out(subnet: dict[str, Any], routes: list[dict[str, Any]]) -> Check:
         "network",
         f"{name}: data and checkpoints go through {through} too, whose price per GB is not on the bill",
         "warning",
-        "A gateway endpoint for S3 in that route table costs nothing.",
+        "Add a gateway endpoint for S3 to that route table: it costs nothing.",
     )
 
 
@@ -98,7 +98,7 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
         return iam.get_policy_version(PolicyArn=arn, VersionId=version)["PolicyVersion"]["Document"]
 
     if (document := refusals.absent(read, "NoSuchEntity")) is None:
-        fix = "Put account.permissions_boundary right."
+        fix = "Correct account.permissions_boundary."
         yield Check("boundary", f"{arn} does not exist", "problem", fix)
         return
     limits = (json.loads(document) if isinstance(document, str) else document)["Statement"]
@@ -135,7 +135,7 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
         )
         yield Check("boundary", finding, "warning")
     else:
-        yield Check("boundary", f"{arn} allows all that a node does")
+        yield Check("boundary", f"{arn} allows everything that a node does")
 
 
 _ANY_ACCOUNT = "000000000000"

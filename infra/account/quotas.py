@@ -1,7 +1,7 @@
-"""The checks of Service Quotas by `gpufleet doctor`: vCPUs of the fleet's types, and VPCs. Reads only.
+"""Checks of `gpufleet doctor` for Service Quotas: vCPUs of the fleet's types, and VPCs. They only read.
 
-Codes: public tables (AWS documentation does not list them in one place), read 2026-11-21. The name of the P5 spot code
-was not confirmed, so `doctor` prints the name that AWS gives for each.
+The codes come from public tables, read 2026-11-21, because AWS's documentation does not list them in one place. The P5
+spot code could not be confirmed, so `doctor` prints AWS's own name of each quota.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from gpufleet.infra.program.resources.tags import STACK_TAG
 
 TYPES_PER_CALL = 100  # the most types that DescribeInstanceTypes accepts
 USERS_SHOWN = 3
-VPCS_PER_REGION = "L-F678F1CE"  # 5 by default; that of internet gateways goes with it (AWS General Reference)
+VPCS_PER_REGION = "L-F678F1CE"  # 5 by default; it also sets the number of internet gateways (AWS General Reference)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """What a fleet needs from one quota."""
+    """The vCPUs that a fleet needs from one quota."""
 
     code: str
     types: tuple[str, ...]
-    least: int  # vCPUs of the run's nodes when all are of the smallest of `types`
-    vcpu: int  # vCPUs when all are of the largest
-    recommended: int  # vCPUs with one more node, because EC2 counts the vCPUs of a node for a while after its end
+    least: int  # if all nodes are of the smallest of `types`
+    vcpu: int  # if all nodes are of the largest
+    recommended: int  # with one more node, because EC2 still counts a node for a while after its end
 
 
-_CODES = (  # family, and by market the quota that counts it; capacity blocks count apart
+_CODES = (  # a family of types, and for each market the quota that counts it; no quota here counts capacity blocks
     (r"g|vt", {"spot": "L-3819A6DF", "on-demand": "L-DB2E81BA"}),
     (r"p[234]", {"spot": "L-7212CCBC", "on-demand": "L-417A185B"}),
     (r"p5", {"spot": "L-C4BD4855", "on-demand": "L-417A185B"}),
-    (r"[acdhmrtz](?=\d)|i(?=[ms]?\d)", {"spot": "L-34B43A08", "on-demand": "L-1216C47A"}),  # the standard ones
+    (r"[acdhmrtz](?=\d)|i(?=[ms]?\d)", {"spot": "L-34B43A08", "on-demand": "L-1216C47A"}),  # AWS's standard families
 )
 
 
@@ -51,7 +51,7 @@ def quota_code(instance_type: str, capacity: str) -> str | None:
 
 
 def needs(fleet: Fleet, capacity: str) -> tuple[list[Need], list[str]]:
-    """The quotas that limit a fleet in a market, and the types whose quota is not known."""
+    """The quotas that limit a fleet in a market, and the types whose quota is unknown."""
     by_code: dict[str, list[str]] = {}
     unknown = []
     for name in fleet.instance_types:
@@ -73,7 +73,7 @@ def needs(fleet: Fleet, capacity: str) -> tuple[list[Need], list[str]]:
 
 
 def vcpu_quotas(definition: StackDefinition, service_quotas: Any, ec2: Any = None) -> Iterator[Check]:
-    """Whether the quota has vCPUs for one node more than the run's, after other machines' use."""
+    """Whether each quota has enough vCPUs left for the run's nodes and one more, besides those that others use."""
     if not (counted_in := definition.fleet.market.quotas):
         return
     others = _others(definition, ec2 or aws.client("ec2", definition.fleet.region))
@@ -87,11 +87,11 @@ def vcpu_quotas(definition: StackDefinition, service_quotas: Any, ec2: Any = Non
             for check in checks:
                 yield replace(check, state="warning") if check.state == "problem" else check
     for name in unknown:
-        yield Check("quota", f"which quota counts {name} is not known: look it up in the console", "warning")
+        yield Check("quota", f"gpufleet does not know which quota counts {name}: look it up in the console", "warning")
 
 
 def vpc_quota(definition: StackDefinition, ec2: Any, service_quotas: Any) -> Iterator[Check]:
-    """Whether the region has room for one more VPC, which each stack makes unless the file names one."""
+    """Whether the region has room for one more VPC. Each stack makes one unless the file names one."""
     if definition.account.vpc:
         return
     vpcs = list(aws.pages(ec2, "describe_vpcs", "Vpcs"))
@@ -105,13 +105,13 @@ def vpc_quota(definition: StackDefinition, ec2: Any, service_quotas: Any) -> Ite
     else:
         fix = (
             f"{_increase(definition, 'vpc', VPCS_PER_REGION, 2 * most)}\n"
-            "          or `pulumi destroy` a stack that is done, or delete a VPC that nothing uses"
+            "          or run `pulumi destroy` for a stack that is done, or delete an unused VPC"
         )
         yield Check("network", f"{finding}, and `pulumi up` makes one more", "problem", fix)
 
 
 def _granted(service_quotas: Any, service: str, code: str) -> dict[str, Any]:
-    """A quota's value for this account: AWS's default, unless the account has asked for more."""
+    """A quota as it is for this account: AWS's default, unless the account has asked for more."""
     arguments = {"ServiceCode": service, "QuotaCode": code}
     answer = refusals.absent(lambda: service_quotas.get_service_quota(**arguments), "NoSuchResourceException")
     return dict((answer or service_quotas.get_aws_default_service_quota(**arguments))["Quota"])
@@ -126,8 +126,8 @@ def _increase(definition: StackDefinition, service: str, code: str, wanted: int)
 
 
 def _others(definition: StackDefinition, ec2: Any) -> dict[str, dict[str, int]]:
-    """For each quota, the vCPUs that each machine of the region uses, by its id and type. This stack's own machines are
-    left out, because a new run takes their place.
+    """For each quota, the vCPUs that each machine in the region uses, by the machine's id and type. This stack's own
+    machines are left out, because a new run takes their place.
     """
     states = [("instance-state-name", ["pending", "running"])]
     machines = [
@@ -163,12 +163,12 @@ def _quota(definition: StackDefinition, need: Need, others: dict[str, int], serv
     if free < need.least and used:
         fix += "\n          or wait until a machine above has ended"
     if free < need.least:
-        console = "(asked for in the console, with the use case in a sentence, it is granted more often)"
+        console = "(AWS grants it more often if you ask in the console and describe the use in a sentence)"
         return Check("quota", finding, "problem", f"{fix}\n          {console}")
     if free < need.vcpu:
         return Check("quota", f"{finding}: the larger types cannot launch", "warning", fix)
     if free < need.recommended:
         worth = {2: "two"}.get(definition.nodes + 1, definition.nodes + 1)
-        why = f"; {worth} nodes' vCPUs would let a replacement start while the old node still counts"
+        why = f"; with the vCPUs of {worth} nodes, a replacement could start while the old node still counts"
         return Check("quota", finding + why, "warning", fix)
     return Check("quota", finding)

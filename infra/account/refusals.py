@@ -21,18 +21,18 @@ _BAD_KEYS = (
     "InvalidSignatureException", "RequestTimeTooSkewed", "RequestInTheFuture",
 )  # fmt: skip
 _T = TypeVar("_T")
-_SKEW = timedelta(minutes=5)  # AWS refuses a signature that is older or newer (S3 and IAM, 15 min)
+_SKEW = timedelta(minutes=5)  # AWS refuses signatures that differ by more from its own time (S3 and IAM: 15 min)
 
 
 def refusal(error: Exception) -> AwsRefused | None:
-    """The sentence for a botocore error, with the refused request and what to do. None for any other error."""
+    """The sentence for an error of botocore: the refused request, and what to do. None for any other error."""
     if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
         return AwsRefused(
             "there are no AWS credentials. Run `aws configure sso` or `aws configure`, or set AWS_PROFILE; "
             "without an account, `gpufleet rehearse` and `gpufleet cost` still work."
         )
     if isinstance(error, exceptions.ProfileNotFound | exceptions.ConfigNotFound):
-        return AwsRefused(f"{error}. `aws configure list-profiles` shows what there is; AWS_PROFILE chooses.")
+        return AwsRefused(f"{error}. `aws configure list-profiles` lists the profiles; set AWS_PROFILE to one of them.")
     if isinstance(
         error, exceptions.TokenRetrievalError | exceptions.SSOTokenLoadError | exceptions.UnauthorizedSSOTokenError
     ):
@@ -44,7 +44,7 @@ def refusal(error: Exception) -> AwsRefused | None:
         )
     if isinstance(error, ResponseParserError):
         return AwsRefused(
-            "what answered is not AWS: its answer is not XML or JSON. Check HTTPS_PROXY and AWS_ENDPOINT_URL."
+            "the answer is neither XML nor JSON, so it is not from AWS. Check HTTPS_PROXY and AWS_ENDPOINT_URL."
         )
     if isinstance(error, exceptions.ClientError):
         return client_refusal(error)
@@ -61,7 +61,7 @@ def code(error: exceptions.ClientError) -> str:
 
 def absent(ask: Callable[[], _T], *codes: str) -> _T | None:
     """The result of a call; None if AWS answers with one of `codes`, which mean that the resource does not exist. A
-    code that ends with a dot stands for all that begin with it.
+    code that ends with a dot stands for all codes that begin with it.
     """
     try:
         return ask()
@@ -78,7 +78,7 @@ def denied(error: exceptions.ClientError) -> bool:
 
 
 def client_refusal(error: exceptions.ClientError) -> AwsRefused:
-    """The sentence for an error that AWS answered."""
+    """The sentence for an error that AWS returned."""
     message = str(error.response.get("Error", {}).get("Message", "")).strip()
     action = error.operation_name
     if denied(error):
@@ -103,8 +103,8 @@ def client_refusal(error: exceptions.ClientError) -> AwsRefused:
 
 
 def _clocks(error: exceptions.ClientError, message: str) -> tuple[datetime, datetime] | None:
-    """This computer's time and AWS's time if they differ too much, else None. They come from the message ("expired:
-    OURS is now earlier than LIMIT (THEIRS - 15 min.)"), or from the date of the answer.
+    """This computer's time and AWS's time if they differ too much, or else None. Both times come from the message
+    ("expired: OURS is now earlier than LIMIT (THEIRS - 15 min.)"), or AWS's time from the date of the answer.
     """
     named = [datetime.strptime(moment, "%Y%m%dT%H%M%S%z") for moment in re.findall(r"\d{8}T\d{6}Z", message)]
     answered = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")

@@ -1,7 +1,7 @@
 """Finds the digest of an image's tag, without docker.
 
-A private repository of Amazon ECR is asked by its own API, any other registry by HTTP (OCI distribution specification
-1.1) with an anonymous token, because a node has no login there.
+For a private repository of Amazon ECR it uses ECR's API. It asks any other registry by HTTP (OCI distribution
+specification 1.1) with an anonymous token, because a node has no login there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DOCKER_HUB = {"docker.io": "registry-1.docker.io", "index.docker.io": "registry
 
 
 def digest(image: str) -> str:
-    """sha256:... of repository:tag, or of the digest itself when the image names one (which checks that it exists).
+    """The digest (sha256:...) of an image. If the image already names its digest, this checks that it exists.
 
     Asks the registry in the image's name, or the one in GPUFLEET_REGISTRY_ENDPOINT. Raises AwsRefused, and for a
     private ECR repository botocore's errors.
@@ -52,11 +52,11 @@ def digest(image: str) -> str:
         ) from None
     answered = headers.get("Docker-Content-Digest") or pinned
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", answered):
-        raise AwsRefused(f"the registry of {image} gives no digest for it; write it by hand: {name}@sha256:...")
+        raise AwsRefused(f"the registry of {image} returns no digest; write it by hand: {name}@sha256:...")
     return answered
 
 
-_NO_IMAGE = ("RepositoryNotFoundException", "ImageNotFoundException")  # codes of an answer
+_NO_IMAGE = ("RepositoryNotFoundException", "ImageNotFoundException")
 
 
 def _of_ecr(image: str, repository: ecr.Repository) -> str:
@@ -81,7 +81,7 @@ def _private(image: str) -> AwsRefused:
 
 
 def _ask(url: str, image: str, headers: dict[str, str]) -> HTTPMessage:
-    """The answer's headers, with the anonymous token that the registry asks for."""
+    """The headers of the registry's answer. If the registry asks for a token, an anonymous one is sent."""
     try:
         return _get(url, headers)[0]
     except urllib.error.HTTPError as error:
@@ -103,7 +103,7 @@ def _ask(url: str, image: str, headers: dict[str, str]) -> HTTPMessage:
 
 
 def _token(challenge: str, image: str) -> str:
-    """An anonymous pull token from the realm that the registry named."""
+    """An anonymous token to pull with, from the realm that the registry's challenge names."""
     fields = dict(re.findall(r'(\w+)="([^"]*)"', challenge))
     query = urllib.parse.urlencode({key: fields[key] for key in ("service", "scope") if key in fields})
     try:

@@ -29,12 +29,12 @@ class Call:
     """One call of AWS's API."""
 
     service: str
-    operation: str  # the operation's name in boto3: delete_vpc
+    operation: str  # the operation's name in boto3, such as delete_vpc
     arguments: Mapping[str, Any]
 
     @property
     def command(self) -> str:
-        """The command of the AWS CLI, without the region; it names command and options after the API."""
+        """The call as a command of the AWS CLI, which names commands and options after the API; without the region."""
         words = ["aws", self.service, self.operation.replace("_", "-")]
         for name, value in self.arguments.items():
             values = [] if value is True else value if isinstance(value, list) else [value]
@@ -42,7 +42,7 @@ class Call:
         return shlex.join(words)
 
     def do(self, client: Client) -> None:
-        """Makes the call. Raises ClientError, also if AWS refuses some of several resources in one call."""
+        """Makes the call. Raises ClientError, even if AWS refuses only some of several resources."""
         answer = getattr(client(self.service), self.operation)(**self.arguments)
         for refused in answer.get("UnsuccessfulFleetDeletions") or answer.get("Unsuccessful") or []:
             raise ClientError({"Error": refused["Error"]}, "".join(map(str.title, self.operation.split("_"))))
@@ -60,7 +60,7 @@ class Bucket:
 
     def do(self, client: Client) -> None:
         s3 = client("s3")
-        # at most 1000 objects, the most that one deletion accepts
+        # a page has at most 1000 objects, which is also the limit of one deletion
         for page in s3.get_paginator("list_objects_v2").paginate(Bucket=self.name):
             if keys := [{"Key": item["Key"]} for item in page.get("Contents", [])]:
                 s3.delete_objects(Bucket=self.name, Delete={"Objects": keys, "Quiet": True})
@@ -69,7 +69,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnfinishedUpload:
-    """The removal of a multipart upload that nobody has finished."""
+    """The removal of an unfinished multipart upload."""
 
     bucket: str
     key: str
@@ -93,5 +93,5 @@ def iam(operation: str, **arguments: Any) -> Call:
 
 
 def end_fleet(fleet: str) -> Call:
-    """Ends a fleet and its nodes."""
+    """The call that ends a fleet and its nodes."""
     return ec2("delete_fleets", TerminateInstances=True, FleetIds=[fleet])

@@ -3,10 +3,11 @@ receipts/<stack>/.
 
 Transfer out of AWS costs money, so the price is printed first.
 
-The supervisor writes a run's receipt. If it has not seen the run's end, the receipt is made here, from the same records
-and by the same code. There are two such cases. The node ended the run, by its timer or after the third failed boot in
-a row, while the supervisor was hung or had not begun; a bare node (Python 3.9, no container) cannot run the job's code.
-Or nobody recorded an end: the fleet was deleted, or it expired while it had no node.
+Usually the supervisor writes a run's receipt. If the supervisor did not see the run's end, this module makes the
+receipt from the same records and by the same code. There are two such cases. Either the node ended the run (by its
+timer, or after the third failed boot in a row) while the supervisor hung or had not begun; the node itself (Python 3.9,
+no container) cannot run the job's code. Or nobody recorded an end: the fleet was deleted, or expired while it had no
+node.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ WEIGHTS = (".safetensors", ".pt", ".bin")  # other results are small, or are evi
 
 
 def keep(definition: StackDefinition, s3: Any, receipt: Path, root: Path) -> str:
-    """Keeps the receipt of a run on AWS in the project and gives a sentence about it. A rehearsal's receipt is not
-    kept, because it would spoil the score.
+    """Keeps the receipt of a run on AWS in the project, and returns a sentence about it. The receipt of a rehearsal is
+    not kept, because it would distort the score of past bills.
     """
     host = urlsplit(s3.meta.endpoint_url).hostname or ""
     if not host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
@@ -60,7 +61,7 @@ def keep(definition: StackDefinition, s3: Any, receipt: Path, root: Path) -> str
         path = receipts.keep(receipt.read_bytes(), root, definition.name, definition.run.id)
     except ValueError as error:
         return f"The receipt is not kept for later bills: {error}."
-    return f"Kept for later bills, to be committed: {path.relative_to(root)}"
+    return f"Kept for later bills; commit it: {path.relative_to(root)}"
 
 
 def fetch(
@@ -73,12 +74,11 @@ def fetch(
     exports: bool,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Downloads the results, checks their sizes and prints what is missing; returns 0 if everything that belongs to
-    this kind of end is there, else 1.
+    """Downloads the results, checks their sizes, and prints what is missing. Returns 0 if everything is there that this
+    kind of end leaves, else 1.
 
-    Every end leaves a receipt, or the records from which one is made here. A run ended by a limit or by `gpufleet stop`
-    may have no results.json. The files downloaded by default are those that the bill's line `transfer of results`
-    prices.
+    Every end leaves a receipt, or the records from which it is made here. A run that a limit or `gpufleet stop` ended
+    may have no results.json. By default it downloads the files that the bill's line `transfer of results` prices.
     """
     folder = find_folder(s3, definition)
     if folder is None:
@@ -126,7 +126,7 @@ def fetch(
     if lacking:
         state = f"it ended with {reason}{f' ({detail})' if detail else ''}" if reason else "it is not done"
         if RECEIPT in lacking and done is None:
-            state += ", and whether it goes on AWS does not say"
+            state += ", and AWS does not say whether it goes on"
         again = definition.run_argument
         more = f"`gpufleet status {again}` says more"
         if reason in NODE_ENDED:
@@ -146,11 +146,11 @@ def _late(
     done: Done | None,
     say: Callable[[str], None],
 ) -> tuple[Done | None, bool]:
-    """How a run without a receipt ended, by done.json or by its fleet (None: AWS does not tell whether it goes on), and
-    whether its receipt could be made; the receipt is then in `target`.
+    """For a run without a receipt: how it ended, by done.json or by its fleet (None if AWS does not say whether it goes
+    on); and whether its receipt could be made and is now in `target`.
     """
     done = done or cut_off(definition, folder.owner, objects, ec2, datetime.now(UTC))
-    if done is None:  # an earlier receipt may be the only one
+    if done is None:  # an earlier receipt in `target` stays: there may never be another
         return None, False
     before = earlier_receipt(target / RECEIPT)
     if before is None or before.at != done.at:  # the receipt is from an earlier run with this id
@@ -169,25 +169,25 @@ def _late(
 
 
 def earlier_receipt(path: Path) -> Receipt | None:
-    """Returns the receipt at `path`, or None if there is no readable one."""
+    """The receipt at `path`; None if there is no readable one."""
     with suppress(FileNotFoundError, ValueError):
         return parse(path.read_bytes())
     return None
 
 
 def _download(folder: RunFolder, stored: StoredObject, target: Path, advance: progress.Advance) -> None:
-    """Downloads an object under a temporary name, so that a file with the final name is whole. The file gets the
-    object's time, which `_same` compares.
+    """Downloads an object under a temporary name first, so that a file with the final name is always complete. The file
+    gets the object's time, which `_same` compares.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
     try:
         folder.s3.download_file(folder.bucket, f"{folder.run}/{stored.name}", str(part), Callback=advance)
-    except OSError as error:  # a write error on a full disk names no file; the disk may be another's
+    except OSError as error:  # on a full disk, the error of a write names no file
         error.filename = error.filename or str(part.parent)
         raise
     size = part.stat().st_size
-    if size != stored.bytes:  # a run that still trains rewrites its logs each minute, so the object may be a newer one
+    if size != stored.bytes:  # a run that still trains rewrites its logs each minute, so the object may have changed
         stored = next((now for now in folder.objects(stored.name) if now.name == stored.name), stored)
     if size != stored.bytes:
         part.unlink()
@@ -200,17 +200,15 @@ def _download(folder: RunFolder, stored: StoredObject, target: Path, advance: pr
 
 
 def _is_file(name: str, say: Callable[[str], None]) -> bool:
-    """Whether an object's name can be the name of a file here. If it cannot, the name is printed, and the object stays
-    in the bucket.
-    """
+    """Whether a file here can have the object's name. If it cannot, prints so; the object stays in the bucket."""
     if why := refusal(name):
         say(f"left in the bucket: an object whose name {why}")
     return not why
 
 
 def _same(path: Path, stored: StoredObject) -> bool:
-    """Whether the file at `path` already is this object. Its size alone does not show it: another run may have had the
-    same id.
+    """Whether the file at `path` already is this object. The size alone does not show it: an earlier run may have had
+    the same id.
     """
     if path.suffix not in WEIGHTS or not path.is_file():
         return False
@@ -229,9 +227,9 @@ GOES_ON = Done("", "", "", "")
 def cut_off(
     definition: StackDefinition, owner: str, objects: Iterable[StoredObject], ec2: Any, now: datetime
 ) -> Done | None:
-    """The end of a run that has no done.json, when its owner has neither a node nor a fleet that launches; another
-    owner's run has its own bucket. The run ended when its nodes last wrote. The end has no reason while the run may go
-    on, or if no node has begun it. Returns None if AWS does not say.
+    """The end of a run that has no done.json. The run is over if its owner has neither a node nor a fleet that
+    launches; it then ended when its nodes last wrote. Returns GOES_ON, which has no reason, if the run may go on or no
+    node has begun it, and None if AWS does not say. (A run of another owner has its own bucket.)
     """
     written = [stored.written for stored in objects if stored.name.startswith(SIGNS)]
     if not written:
@@ -257,8 +255,8 @@ def make_receipt(
     before: Receipt | None,
     say: Callable[[str], None],
 ) -> Receipt:
-    """Makes the receipt; run.json is in `target`, and `now` is in epoch seconds. `before` is an earlier receipt for
-    this end. Its facts about the fleet are kept, because AWS forgets them. Raises ValueError with the reason when it
+    """Makes the receipt. run.json is in `target`; `now` is in epoch seconds. `before` is an earlier receipt of the same
+    end: its facts about the fleet are kept, because AWS forgets them. Raises ValueError with the reason if the receipt
     cannot be made.
     """
     try:
@@ -275,8 +273,8 @@ def make_receipt(
 
 
 def _history(definition: StackDefinition, ec2: Any, since: float) -> History | None:
-    """The history of the run's fleet, which AWS shows for two days after its deletion. If a killed `up` has left a
-    second fleet, it returns the histories of both, because it is no longer known to which a node belonged.
+    """The history of the run's fleet, which AWS shows for two days after the fleet's deletion. If a killed `up` has
+    left a second fleet, the history has both, because nobody knows any more to which fleet a node belonged.
     """
     try:
         fleets = fleets_of(ec2, definition)

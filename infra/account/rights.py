@@ -1,8 +1,8 @@
 """Lists the rights that a user needs for `up`, `refresh` and `destroy`, and checks whether the caller has them.
 
 For each resource type that the program declares, rights.csv lists the calls that the provider makes. AWS's policy
-simulator tells whether the caller may make them. It knows the organisation's policies and the caller's boundary, but
-not the policies of a session, nor rights that are limited to certain EC2 resources.
+simulator says whether the caller may make them. The simulator knows the organisation's policies and the caller's
+boundary, but neither the policies of a session nor rights that are limited to certain EC2 resources.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpufleet.infra.definition.bake import is_builder
 from gpufleet.infra.definition.model import StackDefinition
 
 AT_ONCE = 50  # the most actions in one request
-COMMANDS = "gpufleet's own"  # value of the column `when` for requests that gpufleet's commands make
+COMMANDS = "gpufleet's own"  # in the column `when`: a request that gpufleet's commands make
 
 
 def declared(definition: StackDefinition) -> dict[str, list[str]]:
@@ -42,7 +42,6 @@ def declared(definition: StackDefinition) -> dict[str, list[str]]:
 
 
 def needed(definition: StackDefinition) -> list[str]:
-    """Every action that is needed, sorted."""
     actions = {action for group in declared(definition).values() for action in group}
     if definition.account.kms_key:
         actions |= {"kms:Decrypt", "kms:GenerateDataKey"}  # for the encryption of the bucket's objects
@@ -57,7 +56,7 @@ def _rows() -> list[dict[str, str]]:
 
 
 def policy(definition: StackDefinition) -> str:
-    """An IAM policy as JSON, for the person who grants rights: the actions of `up` and of gpufleet's own commands."""
+    """An IAM policy as JSON, for whoever grants rights: the actions of `up` and of gpufleet's own commands."""
     (commands,) = (row["actions"] for row in _rows() if row["when"] == COMMANDS)
     statements = [
         {"Sid": sid, "Effect": "Allow", "Action": actions, "Resource": "*"}
@@ -67,7 +66,7 @@ def policy(definition: StackDefinition) -> str:
 
 
 def check(definition: StackDefinition, sts: Any, iam: Any) -> Iterator[Check]:
-    """Whether the caller has these rights. Raises botocore's errors when the caller may not ask."""
+    """Whether the caller has these rights. Raises botocore's errors if the caller may not ask."""
     who = str(sts.get_caller_identity()["Arn"])
     account, name = who.split(":")[4], who.rpartition(":")[2]
     if name == "root":
@@ -117,10 +116,7 @@ def check(definition: StackDefinition, sts: Any, iam: Any) -> Iterator[Check]:
 
 
 def _resource(definition: StackDefinition, action: str, account: str) -> str:
-    """The resource for which the action is checked: one with a name as the stack's resources have.
-
-    EC2's resources have ids only.
-    """
+    """The resource for which the action is checked, with a name as in this stack; resources of EC2 have no names."""
     service, _, verb = action.partition(":")
     made, place = f"gpufleet-{definition.name}-0000000", f"{definition.fleet.region}:{account}"
     of_profile = "InstanceProfile" in verb and verb != "ListInstanceProfilesForRole"

@@ -1,4 +1,4 @@
-"""Finds a stack's buckets and log groups by name and tag, and the folder of a run in them with its objects."""
+"""Finds a stack's buckets and log groups by name and tag, and a run's folder in a bucket, with its objects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_RUN = (INPUTS, GRAPHS)  # folders of a stack's bucket that belong to no run
 
 
 def name_prefix(stack: str) -> str:
-    """The prefix of every name that the provider draws for the stack's resources."""
+    """The prefix of every name that the provider makes up for the stack's resources."""
     return f"gpufleet-{stack}-"
 
 
@@ -35,12 +35,12 @@ def find_log_groups(logs: Any, stack: str) -> Iterator[dict[str, Any]]:
 
 
 class Buckets(NamedTuple):
-    """The buckets whose names begin as the stack's do."""
+    """The buckets whose names have the stack's prefix."""
 
-    # buckets with their tags, newest first; more than one if a kept bucket exists from before
+    # the stack's buckets with their tags, newest first; several if an earlier one was kept
     ours: list[dict[str, Any]]
     closed: dict[str, AwsRefused]  # buckets whose tags cannot be read, with AWS's answer
-    untagged: list[str]  # buckets without tags whose names look like the stack's
+    untagged: list[str]  # buckets without tags whose names have the stack's prefix
 
 
 def find_buckets(s3: Any, stack: str) -> Buckets:
@@ -56,7 +56,7 @@ def find_buckets(s3: Any, stack: str) -> Buckets:
                 if not of_longer_name:
                     buckets.closed[name] = refusals.client_refusal(error)
                 continue
-            if refusals.code(error) == "NoSuchBucket":  # a deleted bucket stays listed for a while
+            if refusals.code(error) == "NoSuchBucket":  # AWS still lists a deleted bucket for a while
                 continue
             if refusals.code(error) != "NoSuchTagSet":
                 raise
@@ -73,14 +73,14 @@ def find_buckets(s3: Any, stack: str) -> Buckets:
 class StoredObject:
     """One object of a run."""
 
-    name: str  # within the run
+    name: str  # its key, below the run's folder
     bytes: int
     written: datetime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFolder:
-    """s3://bucket/<run>/ of one run."""
+    """The folder of one run: s3://bucket/<run>/."""
 
     s3: Any
     bucket: str
@@ -89,8 +89,8 @@ class RunFolder:
     others: str = ""  # a sentence that names other buckets with a run of this name
 
     def is_of(self, owner: str) -> bool:
-        """Whether the run in the folder is `owner`'s, as far as can be known. When the owner's bucket is gone, the
-        newest bucket with a run of this name may be another owner's, and its end says nothing about the run.
+        """Whether the run in the folder belongs to `owner`, as far as can be known. If the owner's bucket no longer
+        exists, this may be another owner's run with the same name, and its end says nothing about the owner's run.
         """
         return self.owner in ("", owner)
 
@@ -104,7 +104,7 @@ class RunFolder:
         ]
 
     def read(self, name: str, *, last_bytes: int | None = None) -> bytes | None:
-        """The object's bytes; None when it does not exist."""
+        """The object's bytes; None if it does not exist."""
         limit = {"Range": f"bytes=-{last_bytes}"} if last_bytes else {}
         try:
             answer = self.s3.get_object(Bucket=self.bucket, Key=f"{self.run}/{name}", **limit)
@@ -129,9 +129,9 @@ class RunFolder:
 
 
 def find_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:
-    """The run's folder in the newest of the stack's buckets that has one, if possible one of the file's owner; None
-    when no bucket has it. There are several buckets after a destroy, or when a second person uses the same file.
-    Raises AwsRefused when the only buckets that could have it do not show their tags.
+    """The run's folder: in the newest of the stack's buckets that has it, and if possible in one of the file's owner.
+    None if no bucket has it. (There are several buckets after a destroy, or if a second person uses the same file.)
+    Raises AwsRefused if the only buckets that could have it do not show their tags.
     """
     run = definition.run
     buckets, closed, _ = find_buckets(s3, definition.name)
@@ -146,12 +146,12 @@ def find_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:
         return None
     chosen, *others = sorted(holds, key=lambda bucket: owner_of(bucket) != run.owner)
     named = ", ".join(f"s3://{bucket['Name']}/{run.id}/ (owner {owner_of(bucket) or 'unknown'})" for bucket in others)
-    others_said = f"{named}; this command uses the newest of run.owner" if named else ""
+    others_said = f"{named}; this command uses the newest bucket of run.owner" if named else ""
     return RunFolder(s3=s3, bucket=chosen["Name"], run=run.id, owner=owner_of(chosen), others=others_said)
 
 
 def no_run(s3: Any, definition: StackDefinition) -> AwsRefused:
-    """The error for a run that does not exist; it names the runs that the stack's buckets have."""
+    """The error for a run that does not exist, which names the runs in the stack's buckets."""
     name, run = definition.name, definition.run.id
     buckets, closed, _ = find_buckets(s3, name)
     folders = {
@@ -161,10 +161,10 @@ def no_run(s3: Any, definition: StackDefinition) -> AwsRefused:
     }
     ids = sorted(folder for folder in folders if folder not in NO_RUN)
     hint = f" `--run ID` names an earlier one: {', '.join(ids)}." if ids else ""
-    hint += f" Not looked into: {_closed(closed)}" if closed else ""
+    hint += f" gpufleet could not look into {_closed(closed)}" if closed else ""
     return AwsRefused(f"there is no run {run} of {name} in {definition.fleet.region}: run `pulumi up` first.{hint}")
 
 
 def _closed(closed: dict[str, AwsRefused]) -> str:
-    """A sentence naming the buckets that do not show their tags, with the reason of the first."""
+    """The names of the buckets that do not show their tags, and AWS's reason for the first."""
     return f"{', '.join(closed)} ({next(iter(closed.values()))})"

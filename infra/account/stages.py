@@ -1,4 +1,4 @@
-"""Finds for the commands which stage a run is in, and makes one receipt of all stages."""
+"""Finds which stage a run is in, and makes one receipt from those of all stages."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def begun(whole: StackDefinition, s3: Any) -> list[StageSeen]:
 
 
 def report(whole: StackDefinition, ec2: Any, s3: Any, now: datetime, scheduler: Any = None) -> Iterator[str]:
-    """The report of the current stage, or of the last one, with a line for each stage. Raises AwsRefused when the run
-    has neither a fleet nor a folder.
+    """A line for each stage, and the report of the current stage (or of the last one). Raises AwsRefused if the run has
+    neither a fleet nor a folder.
     """
     seen = look(whole, s3)
     current = next((seen_stage.stage for seen_stage in seen if not seen_stage.is_finished), whole.parts[-1])
@@ -75,8 +75,8 @@ def report(whole: StackDefinition, ec2: Any, s3: Any, now: datetime, scheduler: 
 
 
 def combine(whole: StackDefinition, folder: Path) -> Receipt | None:
-    """The receipt of all stages that have one below `folder`; None without any. Its figures are their sums; lines name
-    their stage. Its range is the bill's for the whole run, and for a run that ended early the sum of its stages'.
+    """Sums the receipts of all stages below `folder`; None if there is none. Each line names its stage. The range is
+    that of the whole run's bill, or, if the run ended early, the sum of its stages' ranges.
     """
     by_stage: list[tuple[str, Receipt]] = []
     for stage in whole.stages:
@@ -119,7 +119,6 @@ def combine(whole: StackDefinition, folder: Path) -> Receipt | None:
 
 
 def sum_of(receipts: Sequence[Receipt], name: str) -> Decimal:
-    """The sum of one figure of the receipts."""
     return sum((getattr(receipt, name) for receipt in receipts), Decimal(0))
 
 

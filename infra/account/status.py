@@ -1,6 +1,4 @@
-"""Makes the lines of `gpufleet status`: the state of a run, from its fleet and from the files that it has written to
-the bucket.
-"""
+"""Makes the lines of `gpufleet status`: a run's state, from its fleet and from its files in the bucket."""
 
 from __future__ import annotations
 
@@ -42,13 +40,13 @@ from gpufleet.job.text import counted
 
 AWAY_S = 120.0  # one of several nodes counts as away if its last sign of life is older than this many seconds
 STALE_HEARTBEATS = 5  # the report warns after this many intervals without a heartbeat
-# lines of a report that its short form omits
+# kinds of lines that the short form of a report leaves out
 DETAILS = ("attempt", "bucket", "done", "gang", "gpu", "progress", "spent")
 
 
 def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, scheduler: Any = None) -> Iterator[str]:
-    """The lines of the report. Without `scheduler` it does not say when the run switches to on demand. Raises
-    AwsRefused when the run has neither a fleet nor a folder.
+    """The lines of the report. If `scheduler` is None, it does not say when the run switches to on demand. Raises
+    AwsRefused if the run has neither a fleet nor a folder.
     """
     name, run_id = definition.name, definition.run.id
     fleets = fleets_of(ec2, definition)
@@ -106,7 +104,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, schedu
 
 
 def headline(lines: Sequence[str]) -> str:
-    """The headline above a report's lines: how the run ended or what it is doing, and the money spent."""
+    """The headline of a report: how the run ended, or what it is doing; and the money spent."""
     texts = {line[:12].strip(): line[12:] for line in reversed(lines[1:])}  # the first line of each kind
     state = texts.get("done") or texts.get("progress") or "a node runs, but has not reported yet"
     if texts["node"] == "none" and "done" not in texts:
@@ -116,7 +114,7 @@ def headline(lines: Sequence[str]) -> str:
 
 
 def short(lines: Sequence[str], command: str) -> Iterator[str]:
-    """The lines of a report that matter now and add to its headline. `command` with --all shows all of them."""
+    """The lines of a report that matter now and are not in its headline; `command` is what shows all with --all."""
     matters, hidden = False, 0
     for line in lines:
         matters = line[:12].strip() not in DETAILS if line[:1] != " " else matters
@@ -157,11 +155,11 @@ def _switch(scheduler: Any, definition: StackDefinition, now: datetime) -> Itera
             if schedule["State"] == "DISABLED":
                 yield "switch      to on demand: off, as the run is over or its limits do not pay for it"
             elif at <= now.timestamp():
-                yield f"switch      to on demand: since {hour}, unless it has no capacity"
+                yield f"switch      to on demand: since {hour}, unless AWS has no capacity there"
             else:
-                yield f"switch      to on demand: at {hour}, unless a node that trains moves it"
+                yield f"switch      to on demand: at {hour}, unless a node that trains changes the hour"
     except ClientError as error:
-        yield f"switch      to on demand: not seen, {refusals.refusal(error)}"
+        yield f"switch      to on demand: the hour cannot be read, {refusals.refusal(error)}"
 
 
 def _nodes(nodes: list[dict[str, Any]], owner: str) -> Iterator[str]:
@@ -193,8 +191,8 @@ def _attempts(folder: RunFolder, alive: set[str]) -> Iterator[str]:
 
 
 def _gang(folder: RunFolder, definition: StackDefinition, now: datetime) -> Generator[str, None, str]:
-    """Lines that say which of several nodes train together, which ones wait, and since when. Returns the leading
-    instance; empty when there is none.
+    """Yields lines that say which of several nodes train together, which nodes wait, and since when. Returns the
+    leading instance; empty if there is none.
     """
     made, waiting = dict[int, GangGeneration](), list[Presence]()
     for stored in folder.objects(bucket.GANG):
@@ -221,13 +219,13 @@ def _gang(folder: RunFolder, definition: StackDefinition, now: datetime) -> Gene
 
 
 def _set_aside(stored: StoredObject, odd: list[str]) -> attempt.Aside:
-    """A callback that collects the sentences about damaged objects."""
+    """A callback that adds a sentence about a damaged object to `odd`."""
     return lambda why: odd.append(f"            {stored.name}: set aside: {why}")
 
 
 def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, ended: bool, leader: str) -> Iterator[str]:
     odd: list[str] = []
-    beating = folder.objects(bucket.HEARTBEATS)  # files that grow
+    beating = folder.objects(bucket.HEARTBEATS)
     ends = [(stored, folder.read(stored.name, last_bytes=4096)) for stored in beating]
     last_beats = [attempt.last_beat(end, _set_aside(stored, odd)) for stored, end in ends]
     yield from odd
@@ -240,7 +238,7 @@ def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, end
     own = next(
         (last for last, is_leader in zip(last_beats, leads, strict=True) if is_leader and last is not None), beat
     )
-    # with several nodes, only a recent heartbeat of this node shows how training goes
+    # of several nodes, only one with a recent heartbeat shows how the training goes
     if (epoch(beat.ts) or 0) - (epoch(own.ts) or 0) <= AWAY_S:
         beat = own
     written = epoch(beat.ts)
@@ -256,7 +254,7 @@ def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, end
         yield f"progress    nothing logged by this node yet{on}"
     else:
         figures = (("loss {:.4f}", beat.loss), ("{:,.0f} tokens/s", beat.tok_s))
-        known = [form.format(value) for form, value in figures if value is not None]  # no speed at first
+        known = [form.format(value) for form, value in figures if value is not None]  # at first no speed is known
         yield f"progress    {', '.join([f'phase {beat.phase}, step {beat.step}', *known])}"
     if beat.gpu_util is not None or beat.xids:
         gpus = (("{:.0f} % used", beat.gpu_util), ("{:.1f} GB", beat.gpu_mem_gb), ("{:.0f} °C", beat.gpu_temp_c))
@@ -269,7 +267,7 @@ def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, end
 
 
 def _goals(folder: RunFolder, definition: StackDefinition) -> Iterator[str]:
-    """The goals of the run; if it has a receipt, with the reached figures."""
+    """The run's goals, with the reached figures if there is a receipt."""
     texts = [goal_text(name, figure) for name, figure in definition.goal.wanted.items()]
     with suppress(reading.DoubtError):
         texts = [grade.text for grade in parse(folder.read(RECEIPT) or b"").goals]

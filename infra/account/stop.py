@@ -1,4 +1,4 @@
-"""Asks a run to end as a limit would end it, so that it saves what it has trained. Writes one object."""
+"""Asks a run to end as a limit would end it, so that it saves its progress first. The request is one object in S3."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from gpufleet.job.text import stamp
 
 
 def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, say: Callable[[str], None] = print) -> None:
-    """Asks the run to end, unless it is over already, and prints what will happen. Raises AwsRefused when the file's
-    owner has no node or fleet that could obey.
+    """Asks the run to end, unless it is over already, and prints what will happen. Raises AwsRefused if the file's
+    owner has no node or fleet that could follow the request.
     """
     name, run, owner = definition.name, definition.run.id, definition.run.owner
     again = definition.run_argument
@@ -46,10 +46,10 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, say: Call
         )
     if folder is None or not folder.is_of(owner):  # a run of another owner is never stopped
         raise AwsRefused(
-            f"no bucket of owner {owner} holds run {run} of {name}: no node of it can boot or be asked. "
+            f"no bucket of owner {owner} holds run {run} of {name}, so none of its nodes can boot or be asked. "
             "`pulumi destroy` ends its fleet."
         )
-    # the first request stays, because its time shows whether a node should have followed it
+    # the first request stays, because its time shows whether a node should have followed it by now
     if earlier := folder.asked():
         say(f"asked already, by {earlier.by} at {earlier.at}: s3://{folder.bucket}/{run}/{ASKED}")
     else:
@@ -68,10 +68,10 @@ def ask(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, say: Call
     if nodes:
         say(f"{nodes[0]} {looks}, finishes its step, saves, {leaves}, {ends}.")
     elif not wanted:
-        how = f"`gpufleet wait {definition.argument}` says how one does"
-        say(f"No node runs and the fleet is at 0, so no node will act on it. {how}.")
+        how = f"`gpufleet wait {definition.argument}` says how to start one"
+        say(f"No node runs and the fleet is at 0, so no node will act on the request. {how}.")
     else:
         say(f"No node runs. The next one {looks}: it {later}, {ends}.")
-        say("If you do not want to pay for a node, run `pulumi destroy`: the bucket stays, if the file says so.")
+        say("If you do not want to pay for a node, run `pulumi destroy`: the bucket stays if storage.keep says so.")
     after = "" if definition.is_earlier_run else ", `pulumi destroy`"
     say(f"Next: `gpufleet logs {again} --follow`, `gpufleet results {again}`{after}.")

@@ -1,5 +1,5 @@
-"""Shows a stack's leftovers for `gpufleet sweep`, and removes them. Only things that carry the stack's tags and that
-the definition does not keep are deleted.
+"""Shows a stack's leftovers for `gpufleet sweep`, and removes them. It deletes only what carries the stack's tags and
+is not kept by the definition.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from gpufleet.infra.account.leftovers import AMI, SNAPSHOT, Left
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.text import counted
 
-# Nodes take minutes to end, those of p5 the longest, and the resources that they use cannot be deleted before.
+# Nodes take minutes to end (p5 the longest), and the resources that they use cannot be deleted before.
 TIMEOUT_S, POLL_S = 1800, 10
-# AWS's answers when something else still uses the resource, or is about to end.
+# AWS's answers if something else still uses the resource, or if the resource is about to end.
 IN_USE = (
     "DependencyViolation", "DeleteConflict", "BucketNotEmpty", "VolumeInUse", "IncorrectState", "OperationAborted",
     "IncorrectInstanceState", "ConcurrentModification", "fleetNotInDeletableState", "RequestLimitExceeded",
@@ -32,9 +32,9 @@ def delete(
     pause: Callable[[float], None],
     say: Callable[[str], None] = print,
 ) -> None:
-    """Deletes unwanted leftovers, and looks again until none is left, because some resources end slowly, and a fleet
-    may have launched more. It prints each deletion, and the reason why a resource stays. It gives up after TIMEOUT_S,
-    or when AWS refuses the rest and nothing that blocks it is ending.
+    """Deletes unwanted leftovers, and looks again until there are none, because some resources end slowly and a fleet
+    may have launched more. Prints each deletion, and the reason why a resource stays. Gives up after TIMEOUT_S, or if
+    AWS refuses to delete the rest and waiting cannot change that.
     """
     gone, waited = set[tuple[str, str]](), 0.0
     while True:
@@ -55,7 +55,7 @@ def delete(
         if not unwanted:
             return
         ending = any(not leftover.steps for leftover in unwanted)
-        # the resource does not end by itself
+        # a resource of somebody else does not end by itself
         blocked = not ending and any(leftover.foreign and not leftover.owner for leftover in leftovers)
         freed = any(refusals.code(error) in IN_USE for error in refused.values()) and not blocked
         if waited >= TIMEOUT_S or not (progress or ending or freed):
@@ -85,13 +85,13 @@ def table(definition: StackDefinition, leftovers: list[Left]) -> Iterator[str]:
         [leftover for leftover in unwanted if not leftover.bills],
     )
     for title, group in (
-        ("Not looked at, so these may exist and cost money:", unseen),
+        ("AWS did not show these; they may exist and cost money:", unseen),
         (
             f"Kept on purpose (storage.keep of {definition.source.name}):",
             [leftover for leftover in wanted if leftover.kind not in (AMI, SNAPSHOT)],
         ),
         (
-            f"Kept by `gpufleet bake`; `gpufleet bake {definition.argument} --delete` takes it away:",
+            f"Kept by `gpufleet bake`; `gpufleet bake {definition.argument} --delete` deletes it:",
             [leftover for leftover in wanted if leftover.kind == AMI],
         ),
         (

@@ -1,9 +1,8 @@
-"""Finds fleets of a stack that are not in its Pulumi state: an `up` that was killed made them, and the engine forgot
-them.
+"""Finds fleets of a stack that are not in its Pulumi state: a killed `up` made them, and the engine forgot them.
 
-The whole program asks for them before anything is declared, with the shell's credentials. A component does not, because
-its provider may have other credentials. A second fleet of the run is refused: both would train it, and both would be
-billed. A fleet of another run is only a warning, since it may belong to another Pulumi stack with the same file.
+The program looks for them with the shell's credentials before it declares anything. A component does not look, because
+its provider may have other credentials. A second fleet of the same run is an error: both would train it, and both would
+be billed. A fleet of another run is only a warning, since it may belong to another Pulumi stack with the same file.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ def look(
     *,
     preview: bool,
 ) -> list[str]:
-    """Returns warnings about such fleets. `known` are the ids in the stack's state. Raises GpufleetError when `up`
-    would make a second fleet of the run.
+    """Returns warnings about such fleets. `known`: the ids in the stack's state. Raises GpufleetError if `up` would
+    make a second fleet of the run.
     """
     try:
         fleets = fleets_of(client("ec2", definition.fleet.region), definition, every_run=True)
-    except NoCredentialsError:  # without these credentials the provider makes nothing either, and says so
+    except NoCredentialsError:  # the provider then makes nothing either, and says why
         return []
     except (ClientError, BotoCoreError) as error:
         return [f"gpufleet could not check for fleets that this stack's state does not know: {refusal(error)}"]
@@ -57,4 +56,4 @@ def look(
 
 
 def _run(fleet: dict[str, Any]) -> str:
-    return tags_of(fleet).get(RUN_TAG, "").partition("/")[0]  # a stage is a run in its run's folder
+    return tags_of(fleet).get(RUN_TAG, "").partition("/")[0]  # RUN/STAGE for a stage

@@ -1,11 +1,11 @@
 """Waits for a node: `pulumi up` ends when AWS has accepted the fleet, not when it has a node.
 
-It reads the fleet's history, prints each new event once with what to do, and gives up at once when waiting cannot help.
+It reads the fleet's history, prints each new event once with what to do, and gives up at once if waiting cannot help.
 The last lines say why there is no node, in AWS's words if the cause is not known.
 
-Sources: event names are those of the EC2 API's EventInformation (botocore 1.44.5); error names inside descriptions are
-the EC2 API's error codes, read 2026-11-25. That descriptions contain them, and in which words, comes from public
-reports. Unknown events are shown unchanged, because a wrong guess costs more than none.
+Sources: event names are those of the EC2 API's EventInformation (botocore 1.44.5). Error names inside descriptions are
+the EC2 API's error codes, read 2026-11-25; public reports show that descriptions contain these codes, and in which
+words. Unknown events are shown unchanged, because a wrong explanation costs more than none.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ POLL_S = 10.0
 
 @dataclass(kw_only=True, slots=True)
 class WaitLoop:
-    """One wait. Clock and sleep are parameters, so that a test need not wait."""
+    """One wait. Clock and sleep are parameters, so that a test does not have to wait."""
 
     definition: StackDefinition
     ec2: Any
@@ -59,7 +59,7 @@ class WaitLoop:
     ended: set[str] = field(default_factory=set)  # nodes that have ended
 
     def until_node(self, timeout_s: float) -> int:
-        """Returns 0 if a node runs or the run is already over, and 1, with the reasons, if there is none in time."""
+        """Returns 0 if a node runs or the run is over. Prints the reasons and returns 1 if no node runs in time."""
         give_up = self.clock() + timeout_s
         while True:
             fleets = fleets_of(self.ec2, self.definition)
@@ -131,7 +131,7 @@ class WaitLoop:
         return may_launch(fleet, self.now()) and aws.owner_of(fleet) == self.definition.run.owner
 
     def _report_second_fleet(self, fleets: list[dict[str, Any]]) -> None:
-        """Warns of a second fleet: after a killed `up` the engine forgets what it made, and makes another."""
+        """Warns of a second fleet. If an `up` was killed, the engine forgets its fleet and makes another."""
         run = self.definition.run.id
         self.say(
             f"{len(fleets)} fleets of run {run} launch nodes, each billed. An `up` that was interrupted leaves a fleet "
@@ -157,7 +157,7 @@ class WaitLoop:
         if replaces(fleet):
             active = self.ec2.describe_fleet_instances(FleetId=fleet["FleetId"])["ActiveInstances"]
             ids = [instance["InstanceId"] for instance in active]
-        else:  # this call has no argument for paging
+        else:  # DescribeFleetInstances does not support instant fleets
             ids = [instance_id for launched in fleet.get("Instances", []) for instance_id in launched["InstanceIds"]]
         return find_instances(self.ec2, [("instance-id", ids)]) if ids else []
 
@@ -176,22 +176,20 @@ class WaitLoop:
         return max(wants(fleet) - len(there), 0)
 
     def _report_missing(self, fleet: dict[str, Any], missing: int) -> None:
-        """Prints what to do about a fleet that asks AWS only once."""
+        """Prints what to do about missing nodes of a fleet that asks AWS for nodes only once."""
         for error in fleet.get("Errors", []):
             self.say(f"AWS says: {error['ErrorCode']}: {error['ErrorMessage']}")
         if fleet.get("Errors"):
             self.say(f"`gpufleet doctor {self.definition.argument}` compares the block with the file.")
         self.say(
             f"fleet {fleet['FleetId']} has {wants(fleet) - missing} of {counted(wants(fleet), 'node')}, and asks for no"
-            " other. End it, and `pulumi up` launches all of them again while the block lasts; they go on from the last"
-            " checkpoint:"
+            " more. End it; then `pulumi up` launches all nodes again while the block lasts, and they go on from the"
+            " last checkpoint:"
         )
         self.say(f"  {end_command(fleet, self.definition.fleet.region)}")
 
     def _for_nothing(self, fleet: dict[str, Any]) -> int:
-        """1 if the running node is useless because its run is over, else 0. A node of
-        another owner trains that owner's run.
-        """
+        """1 if the node is useless because its run is over, else 0. (Another owner's node trains that owner's run.)"""
         done = self._read_done(self.definition.run.owner) if self._ours(fleet) else None
         needless = why_needless(fleet, done, self.now()) if done else ""
         if needless:
@@ -199,7 +197,7 @@ class WaitLoop:
         return 1 if needless else 0
 
     def _history(self, fleet: dict[str, Any]) -> None:
-        """Prints every new event, and collects the events that explain a missing node."""
+        """Prints every new event, and collects those that explain why there is no node."""
         asked = {"FleetId": fleet["FleetId"], "StartTime": fleet["CreateTime"]}
         for answer in pages(self.ec2.describe_fleet_history, **asked):
             for record in answer["HistoryRecords"]:
@@ -207,7 +205,7 @@ class WaitLoop:
 
     def _event(self, record: dict[str, Any]) -> None:
         kind, sub_type, description = describe(record)
-        # the event is about an instance or the fleet; AWS's guide and API model spell the kinds differently
+        # AWS's guide and its API model spell the kinds of events differently
         if "change" in kind.lower():
             self._ended(record, sub_type)
         else:
@@ -248,7 +246,7 @@ class WaitLoop:
         self.say(
             f"fleet {fleet['FleetId']} is at 0, and the run left no done marker: "
             f"{let_go if self.definition.fleet.lets_go else ''}somebody has set its size to 0, or a node could not "
-            "reach the bucket. With this it goes on from its last checkpoint; a new run.id begins anew."
+            "reach the bucket. A new run.id begins anew; this command lets the run go on from its last checkpoint:"
         )
         self.say(
             f"  aws ec2 modify-fleet --region {self.definition.fleet.region} --fleet-id {fleet['FleetId']} "
@@ -267,7 +265,7 @@ class WaitLoop:
         return 1
 
     def _keeps_away(self, reasons: list[Reason]) -> None:
-        """Prints why there is no node: `reasons`, events without a known cause, and that each start costs money."""
+        """Prints why there is no node: `reasons`, events of unknown cause, and nodes that started and ended."""
         for reason in reasons:
             self.say(f"  - {reason.cause}. {reason.remedy}")
         for words in self.unexplained:
@@ -275,8 +273,8 @@ class WaitLoop:
         if self.ended:
             nodes = counted(len(self.ended), "node")
             self.say(
-                f"  - {nodes} came and went: each start is billed, a minute at least once it runs, and the fleet goes "
-                f"on with them. `gpufleet status {self.definition.argument}` shows those that booted."
+                f"  - {nodes} started and ended: once a node runs, at least a minute is billed, and the fleet starts "
+                f"more. `gpufleet status {self.definition.argument}` shows those that booted."
             )
 
     def _status(self) -> str:
@@ -290,29 +288,29 @@ class WaitLoop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reason:
-    """One cause. With `final`, waiting changes nothing."""
+    """A cause, and what to do about it. If it is `final`, waiting does not help."""
 
     cause: str
     remedy: str
     final: bool = False
 
 
-# Codes with which a running node ends (EC2 API, StateReason, read 2026-11-25). Other codes say why it did not start.
+# Codes with which a running node ends (EC2 API, StateReason, read 2026-11-25). Other codes say why none started.
 ENDS_OF_RUNNING = (
     "Server.ScheduledStop", "Server.SpotInstanceShutdown", "Server.SpotInstanceTermination",
     "Client.InstanceInitiatedShutdown", "Client.InstanceTerminated",
     "Client.UserInitiatedHibernate", "Client.UserInitiatedShutdown",
 )  # fmt: skip
-# Each pattern is searched in "subtype: description"; the first that matches counts.
+# Each pattern is searched for in "subtype: description"; the first that matches counts.
 _RULES = {
     r"PendingVerification": Reason(
         cause="AWS is still verifying this account",
-        remedy="Wait: it takes minutes, at times hours, and AWS writes to the account's address. If it lasts longer, "
-        "ask AWS Support.",
+        remedy="Wait: it takes minutes, sometimes hours, and AWS then writes to the account's address. If it lasts "
+        "longer, ask AWS Support.",
     ),
     r"\(Blocked\)|\bBlocked:|OptInRequired": Reason(
-        cause="AWS lets this account launch nothing: it is blocked, or not subscribed to what the AMI needs",
-        remedy="Ask AWS Support (the account's console says what is open), then `gpufleet wait {stack}` again.",
+        cause="AWS lets this account launch nothing: it is blocked, or lacks a subscription that the AMI needs",
+        remedy="Ask AWS Support (the account's console says what is missing), then `gpufleet wait {stack}` again.",
         final=True,
     ),
     r"InvalidBlockDeviceMapping|smaller than (its )?snapshot": Reason(
@@ -322,7 +320,7 @@ _RULES = {
         final=True,
     ),
     r"VolumeLimitExceeded|MaxIOPSLimitExceeded|Volume limit": Reason(
-        cause="the account's quota of disks does not allow this node's",
+        cause="the account's quota for disks does not allow those of this node",
         remedy="Ask for more (Service Quotas, Amazon EBS, storage or IOPS of gp3 volumes), or write smaller disks "
         "under storage with a new run.id, then `pulumi up`.",
         final=True,
@@ -340,7 +338,7 @@ _RULES = {
     ),
     r"Invalid IAM Instance Profile": Reason(
         cause="EC2 does not know the node's instance profile: it was made a moment ago, or somebody deleted it",
-        remedy="Wait: the fleet tries again by itself, some minutes later. If it fails again for this reason, give "
+        remedy="Wait: the fleet tries again by itself some minutes later. If it fails again for this reason, give "
         "run.id a new value, then `pulumi up`: a fleet keeps the profile with which it was made.",
     ),
     r"InvalidAMIID|image id|InvalidAMI|AMI .*not (exist|found|available)": Reason(
@@ -373,8 +371,8 @@ _RULES = {
     ),
     r"InsufficientFreeAddresses|InvalidSubnet|InvalidGroup|InvalidLaunchTemplate": Reason(
         cause="part of the network or the launch template is gone",
-        remedy="Somebody deleted what the stack declared. Give run.id a new value, then `pulumi up`, which makes it "
-        "again; a fleet keeps the subnets and the template that it was made with.",
+        remedy="Somebody deleted what the stack had made. Give run.id a new value, then `pulumi up`, which makes it "
+        "again; the old fleet cannot use it, because a fleet keeps its first subnets and template.",
         final=True,
     ),
     r"UnauthorizedOperation|not authorized to perform": Reason(
@@ -390,7 +388,7 @@ _RULES = {
 
 
 def explain(sub_type: str, description: str, definition: StackDefinition) -> Reason | None:
-    """The reason behind one history event; None when the event is no obstacle or is not known."""
+    """The reason behind one event of the history; None if the event prevents no node, or is not known."""
     text = f"{sub_type}: {description}"
     for pattern, reason in _RULES.items():
         if re.search(pattern, text):
@@ -400,7 +398,7 @@ def explain(sub_type: str, description: str, definition: StackDefinition) -> Rea
 
 
 def describe(record: dict[str, Any]) -> tuple[str, str, str]:
-    """Kind, sub-type and description of one record of DescribeFleetHistory."""
+    """Kind, sub-type and description of a record of DescribeFleetHistory."""
     information = record.get("EventInformation") or {}
     return (
         str(record.get("EventType", "")),

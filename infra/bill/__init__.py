@@ -1,1 +1,1 @@
-"""What a run costs before anything exists."""
+"""Says what a run will cost before anything of it exists."""

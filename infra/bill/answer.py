@@ -1,5 +1,5 @@
-"""The bill in a dozen lines: what the run costs first, then its range as a picture, the charges that matter, and what
-to do before it is launched. infra.bill.table shows the whole bill.
+"""The bill in a dozen lines: first what the run costs, then its range as a picture, the largest charges, and what to do
+before the launch. infra.bill.table shows the whole bill.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ if TYPE_CHECKING:
     from gpufleet.infra.bill.fallback import Fallback
 
 LINES = 12
-CHARGES = 3  # the number of charges that get a line of their own
-SHARE = Decimal("0.05")  # share of p50 below which a charge gets no line of its own
+CHARGES = 3  # the most charges that get their own line
+SHARE = Decimal("0.05")  # a charge below this share of p50 gets no line of its own
 _RUN = re.compile(r"(.*): run (`[^`]+`)\.")  # a warning that names its command
 
 
 def answer(
     bill: Bill, command: str, *, today: date, cheaper: str = "", fallbacks: Sequence[Fallback] = ()
 ) -> Iterator[str]:
-    """The lines. `command` shows the whole bill; `cheaper` is the line of infra.compare.cheaper, or empty."""
+    """The lines. `command`: the command that shows the whole bill. `cheaper`: the line of infra.compare.cheaper, or
+    empty.
+    """
     usd = next((fallback.usd for fallback in fallbacks), bill.usd)
     lines = [*wrap(f"{bill.title}: {headline(bill, fallbacks)}"), *picture(usd, bill.cap.max_usd if bill.cap else None)]
     lines += _charges(bill, usd)
@@ -78,7 +80,7 @@ def headline(bill: Bill, fallbacks: Sequence[Fallback] = ()) -> str:
 
 
 def picture(usd: Quantiles, most: Decimal | None) -> Iterator[str]:
-    """A picture of the range between 0 and the limit in characters: `[` is at p10, `|` at p50, `]` at p90."""
+    """A picture of the range between 0 and the limit, in characters: `[` is at p10, `|` at p50, `]` at p90."""
     end = max(usd.p90 * Decimal("1.1"), Decimal(most or 0))
     if end <= 0:
         return
@@ -92,13 +94,13 @@ def picture(usd: Quantiles, most: Decimal | None) -> Iterator[str]:
     bar = ["."] * width
     bar[low : high + 1] = ["="] * (high + 1 - low)
     if most is not None and end > most:
-        bar[min(width - 1, int(most / end * width))] = "!"  # the limit, within the range or just beyond it
+        bar[min(width - 1, int(most / end * width))] = "!"  # the limit
     bar[low], bar[middle], bar[high] = "[", "|", "]"
     yield f"{start}{''.join(bar)}{right}"
 
 
 def grouped(warnings: Iterable[str]) -> list[str]:
-    """Returns the things to do. Two warnings that ask for the same command share one line."""
+    """The warnings, in which those that ask for the same command share one line."""
     reasons: dict[str, list[str]] = {}
     for warning in warnings:
         match = _RUN.fullmatch(warning)
@@ -107,7 +109,7 @@ def grouped(warnings: Iterable[str]) -> list[str]:
 
 
 def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:
-    """Returns the charges that matter, and one line for all other charges. Together they add up to p50."""
+    """Yields the largest charges, and one line for all others. Together they add up to p50."""
     charges = [
         (line.name, line.amount, f"{amount_within(line.quantity)} x {line.unit_price:f} USD per {line.unit}")
         for line in bill.chosen.lines
@@ -136,8 +138,8 @@ def figures_within(values: Quantiles) -> tuple[str, str, str]:
 
 
 def amount_within(value: Decimal, within: Quantiles | None = None) -> str:
-    """Returns the figure as text, with three significant digits or, within a range, with the digits up to the third one
-    of the range `within`. From 0.1 on it has at most cents; below 0.1 it has two digits of the range.
+    """The figure as text with three significant digits, or with the digits up to the third one of the range `within`.
+    From 0.1 on, it has at most two decimals; below 0.1, it has two digits of the range.
     """
     span = abs(value) if within is None else max(within.p90 - within.p10, within.p90 / 100)
     if not span:

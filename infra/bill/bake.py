@@ -63,7 +63,7 @@ def pays_after(bake: Bake, usd_per_hour: Decimal) -> str:
     """After how many starts of nodes at this price the AMI has paid for itself."""
     saved = bake.pulled_s / 3600 * usd_per_hour
     if not saved:
-        return "Its builder's pull took no time."
+        return "Its builder pulled the images in no time."
     starts = math.ceil(usd(bake) / saved)
     return (
         f"Its builder pulled the images in {bake.pulled_s / 60:.1f} min: if a start here saves as much,"

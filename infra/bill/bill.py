@@ -1,5 +1,5 @@
-"""The bill of one run, as data: what the run costs without interruptions, what interruptions add, and the range of the
-sum. infra.bill.estimate makes it, infra.bill.record writes it for programs, infra.bill.table for people.
+"""The bill of one run as data: what the run costs without interruptions, what interruptions add, and the range of the
+sum. infra.bill.estimate makes the bill; infra.bill.record writes it for programs, and infra.bill.table for people.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from gpufleet.infra.risk.hazard import Hazard
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cap:
-    """The limits of the definition, and how likely a run is to be stopped by one."""
+    """The limits of the definition, and the probability that one of them stops the run."""
 
     max_usd: Decimal
     max_hours: Decimal
     probability: float  # probability that a limit stops the run before the work is done
     first: str  # the key of the limit that stops the run first
     at_hours: Decimal  # the node-hours at which that limit stops the run
-    deadline: Deadline | None = None  # only shown, because no figure of the bill depends on the clock
+    deadline: Deadline | None = None  # only shown: no figure of the bill depends on the clock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptStorage:
-    """What stays in the bucket after `pulumi destroy`, until it expires."""
+    """What stays in the bucket after `pulumi destroy` until it expires."""
 
     what: str
     gb: Decimal
@@ -44,7 +44,7 @@ class KeptStorage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chance:
-    """A goal before the run: the share of simulated runs that finish and meet it. None if only the run can show it."""
+    """A goal, and the share of simulated runs that finish and meet it; None if only the run itself can show it."""
 
     name: str
     wanted: Decimal
@@ -53,10 +53,10 @@ class Chance:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bill:
-    """Everything that a user may ask about a run before spending money."""
+    """Everything that a user may want to know about a run before it costs money."""
 
     stack: str
-    scenario: str  # the name of a scenario of the stack's file; empty: the file as it is
+    scenario: str  # the name of a scenario in the stack's file; empty for the file itself
     only_priced: str  # why this scenario cannot be run; empty if it can
     run: str
     region: str
@@ -68,27 +68,28 @@ class Bill:
     spot: Side | None
     on_demand: Side | None
     chosen: Side  # the figures for the definition's own market
-    hazard: Decimal | None  # fixed by the definition; None = drawn per simulated run
-    chance: Hazard | None  # hazard per node-hour, with its source; None if AWS takes no node
-    cadence: BestInterval | None  # the checkpoint interval that costs least; None likewise
-    # (word, hazard per node-hour, mean USD); empty if AWS takes no node
+    hazard: Decimal | None  # as the definition fixes it; None if it is drawn for each simulated run
+    chance: Hazard | None  # hazard per node-hour, with its source; None if AWS does not interrupt nodes
+    cadence: BestInterval | None  # the checkpoint interval that costs least; None if AWS does not interrupt nodes
+    # (word, hazard per node-hour, mean USD); empty if AWS does not interrupt nodes
     usd_at_hazard: tuple[tuple[str, float, Decimal], ...]
-    span_usd: Mapping[str, tuple[Decimal, Decimal]]  # (p10, p90) to finish when only `speed` or only `price` is unknown
+    span_usd: Mapping[str, tuple[Decimal, Decimal]]  # (p10, p90) to finish if only `speed` or only `price` is unknown
     measured_usd: (
         Quantiles | None
-    )  # the range to finish that a calibration would leave; None: there is a calibration, or the run has no end
-    # None if spot is cheaper at any hazard up to 10, or if there is no price to compare it with
+    )  # the range to finish that a calibration would leave; None if there is one, or if the run has no end
+    # the hazard above which on demand is cheaper; None if spot is cheaper at any hazard up to 10, or if a price is
+    # missing
     break_even_hazard: float | None
     types: tuple[TypeCost, ...]  # every listed type, in the file's order
     fits: tuple[Fit, ...]
     notice: tuple[Notice, ...]
-    cap: Cap | None  # None for a bill that is only priced: no limit applies to it
+    cap: Cap | None  # None if the definition can only be priced: then no limit applies
     kept: KeptStorage
     warnings: tuple[str, ...]
     prices_as_of: date  # the date of the oldest price in the lines
-    max_price_age_days: int  # from the definition: the bill warns of prices that are older than this number of days
+    max_price_age_days: int  # from the definition: the bill warns of older prices
     calibrated: bool
-    goals: tuple[Chance, ...]  # the definition's
+    goals: tuple[Chance, ...]
     buys: Quantiles | None  # hours of training that the limits pay for, if the file does not say how long the run is
     hourly_usd: Mapping[str, Decimal]  # USD per node-hour of each hourly line other than compute
 

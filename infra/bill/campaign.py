@@ -1,8 +1,8 @@
-"""What a campaign costs: the sum of its runs, how many of them fit under its cap, and the hours until its end.
+"""Computes what a campaign costs: the sum of its runs, how many of them fit under its cap, and the hours until its end.
 
-Every simulated case has one luck with speed and prices, which the runs share, and for each run a luck of its own with
-interruptions. In each case the campaign is played as its driver carries it out, with a pruner a second time: each run
-then does the share of its work that infra/search.py draws for it.
+In each simulated case, all runs share one draw of speed and prices, and each run has its own draw of interruptions. The
+campaign is then played as it would be carried out. If it has a pruner, it is played a second time: each run then does
+only the share of its work that infra/search.py draws for it.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from gpufleet.infra.show.sheet import Column, Sheet, plain
 from gpufleet.job.kind.batch import is_endless, total_steps
 from gpufleet.job.text import counted
 
-PLAYED = 400_000  # runs of all cases together: a second of Python
-ORDERED = 1_000  # runs of all simulated orders together: a second of Optuna with the median
-SHOWN = 12  # runs of the table
+PLAYED = 400_000  # runs in all cases together, which take Python a second
+ORDERED = 1_000  # runs in all simulated orders together, which take Optuna's median pruner a second
+SHOWN = 12  # most runs in the table
 
 
 class PricedTrial(NamedTuple):
-    """One run of a campaign with its bill. `label` is for people; with a limit below `least_usd` it does not begin."""
+    """One run of a campaign with its bill. `label` is for people. If its limit would be below `least_usd`, it does not
+    begin.
+    """
 
     label: str
     bill: Bill
     least_usd: Decimal
     max_usd: Decimal
     max_hours: Decimal
-    steps: int | None = None  # of its work; None: not declared
+    steps: int | None = None  # the steps of its work; None if not declared
 
     @classmethod
     def build(cls, label: str, definition: StackDefinition, bill: Bill, *, is_made: bool) -> PricedTrial:
-        """The run of a definition. `is_made`: whether the campaign writes the definition, so that it may lower the
-        limit.
-        """
+        """The run of a definition. `is_made`: whether the campaign writes the definition and may lower its limit."""
         limits, job = definition.limits, definition.job.parameters
         least = least_usd(definition, bill) if is_made else limits.max_usd
         steps = None if is_endless(job) else total_steps(job)
@@ -56,7 +56,7 @@ class PricedTrial(NamedTuple):
 
 
 class PlayedCampaigns(NamedTuple):
-    """USD spent, runs begun and hours by the wall, as the cap allows."""
+    """Quantiles, over the cases, of USD spent, runs begun and wall-clock hours under the cap."""
 
     spent: Quantiles
     begun: Quantiles
@@ -66,22 +66,22 @@ class PlayedCampaigns(NamedTuple):
         """The figures of a campaign of `count` runs."""
         return (
             f"{_range(self.begun, 0)} of {count} begin in eight campaigns of ten, cost {_range(self.spent, 2)} USD, and"
-            f" take {_range(self.hours, 1)} h by the wall"
+            f" take {_range(self.hours, 1)} wall-clock hours"
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CampaignBill:
-    """The figures of a campaign. `usd`: of all its runs, if the campaign had no cap."""
+    """The figures of a campaign. `usd`: the cost of all its runs if there were no cap."""
 
     trials: tuple[PricedTrial, ...]
     described: CampaignFile
     usd: Quantiles
     played: PlayedCampaigns
-    stopped: PlayedCampaigns | None  # with the pruner
+    stopped: PlayedCampaigns | None  # as played with the pruner
 
     def lines(self) -> Iterator[str]:
-        """The table and what it comes to."""
+        """The table, and sentences about the campaign's cost."""
         terms, count = self.described, len(self.trials)
         shown = self.trials[: 1 if terms.draw else SHOWN]
         name, p10, *columns = QUANTILES
@@ -97,8 +97,8 @@ class CampaignBill:
         hours = f", {terms.max_hours:f} hours" if terms.max_hours is not None else ""
         yield from text.wrap(
             f"Under {terms.max_usd:f} USD{hours}, {terms.at_once} at once: {self.played.text(count)}. A run begins only"
-            " while its own limit fits what is left, so the cap holds whatever each costs. Where less is left, but"
-            " enough for nine runs in ten, the limit becomes that."
+            " while its own limit fits what is left of the cap, so the cap holds whatever each run costs. Where what is"
+            " left is below a run's limit, but enough in nine cases of ten, it becomes the run's limit."
         )
         yield from text.wrap(self._worth()) if terms.pruner else ()
         if too_dear := [trial for trial in self.trials if trial.least_usd > terms.max_usd]:
@@ -115,15 +115,15 @@ class CampaignBill:
             )
 
     def _worth(self) -> str:
-        """What the pruner is worth, with what that assumes."""
+        """A sentence about what the pruner saves, and what this assumes."""
         of = self.described
         if self.stopped is None:
-            return f"What {of.pruner} is worth is not known, as a run does not say how many steps it has."
+            return f"What {of.pruner} saves is not known: a run does not say how many steps it has."
         return (
             f"With {of.pruner}, which judges {of.metric} every {counted(of.every or 1, 'step')}:"
-            f" {self.stopped.text(len(self.trials))}. Assumed is that good and bad runs come in any order, that each"
-            " keeps its rank from its first figure on, and that what loses stops at once. Where each run is better"
-            " than all before it, nothing is stopped."
+            f" {self.stopped.text(len(self.trials))}. This assumes that good and bad runs come in any order, that"
+            " each keeps its rank from its first figure on, and that a run which loses stops at once. If each run is"
+            " better than all before it, none is stopped."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -140,8 +140,8 @@ class CampaignBill:
 
 
 def price(trials: Sequence[PricedTrial], described: CampaignFile) -> CampaignBill:
-    """The bill of a campaign whose runs begin in this order. With `draw` the only trial is the file whose values are
-    drawn.
+    """The bill of a campaign whose runs begin in this order. If the campaign draws values, the only trial is the file
+    for which they are drawn.
     """
     trials = [*trials] * (described.trials or 1)
     cases = max(100, min(FEW, PLAYED // max(1, len(trials))))
@@ -163,7 +163,7 @@ def price(trials: Sequence[PricedTrial], described: CampaignFile) -> CampaignBil
 
 
 def _shares(trials: Sequence[PricedTrial], described: CampaignFile, cases: int) -> Floats:
-    """The share of its dollars and hours at which the pruner stops each run in each case: set-up, then work."""
+    """For each run in each case, the share of its dollars and hours (set-up, work) at which the pruner stops it."""
     judgements = [max(1, (trial.steps or 0) // (described.every or 1)) for trial in trials]
     orders = search.simulate_shares(described, judgements, max(3, min(20, ORDERED // len(trials))))
     work = np.array([orders[case % len(orders)] for case in range(cases)]).T
@@ -182,8 +182,8 @@ def _played(trials: Sequence[PricedTrial], described: CampaignFile, usd: Floats,
 def play(
     limits: Sequence[tuple[float, float, float]], usd: Sequence[float], hours: Sequence[float], terms: CampaignFile
 ) -> tuple[float, int, float]:
-    """One campaign: dollars spent, runs begun, hours until the last one's end. `limits` has for each run the lowest
-    limit with which it begins, max_usd and max_hours; `usd` and `hours` what it costs and how long it takes.
+    """Plays one campaign. Returns dollars spent, runs begun, and hours until the last run ends. `limits`: for each run
+    the lowest limit with which it begins, its max_usd and its max_hours. `usd`, `hours`: what each run costs and takes.
     """
     rest, now, waiting, running = float(terms.max_usd), 0.0, list(range(len(limits))), list[tuple[float, int, float]]()
     last = math.inf if terms.max_hours is None else float(terms.max_hours)

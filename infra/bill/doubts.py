@@ -1,6 +1,4 @@
-"""Collects the uncertain points of a bill, one sentence each. The sentences use no clock, so the bill is the same every
-day.
-"""
+"""Collects a bill's warnings, one sentence each. None depends on the clock, so that the bill is the same every day."""
 
 from __future__ import annotations
 
@@ -24,11 +22,11 @@ from gpufleet.job.contract.aws import NOTICE_S
 from gpufleet.job.kind import JobConfig, batch
 from gpufleet.job.text import counted
 
-_IMAGE_AND_SYSTEM_GIB = 30  # space that image and system take on the root disk: an assumption
+_IMAGE_AND_SYSTEM_GIB = 30  # what image and system are assumed to take on the root disk
 _FREE_SHARE = Decimal("0.1")  # above this share of free node-hours, p50 falls while interruptions rise
-_EMPTY_SHARE = 0.05  # the bill warns when a larger share of a step's rows is empty
-_SPOILS = Decimal("1.25")  # the bill advises against a zone that costs this many times as much as the next dearest
-_SPREAD = 2  # the bill warns when the dearest spot zone costs this many times the cheapest
+_EMPTY_SHARE = 0.05  # the bill warns if a larger share of a step's rows is empty
+_SPOILS = Decimal("1.25")  # the bill advises against a zone that costs this many times as much as the next one
+_SPREAD = 2  # the bill warns if the dearest spot zone costs this many times as much as the cheapest
 
 
 def warnings(basis: BillBasis, bill: Bill) -> Iterator[str]:
@@ -78,13 +76,13 @@ def warnings(basis: BillBasis, bill: Bill) -> Iterator[str]:
     if basis.dataset_bytes is None and config.dataset_kind and not definition.storage.dataset.startswith("s3://"):
         yield "the size of the dataset is assumed from what job.parameters.data says of it"
     if definition.account.vpc:
-        yield "not priced: account.vpc's own NAT gateways and endpoints, with their traffic"
+        yield "not priced: NAT gateways and endpoints of account.vpc, and their traffic"
     if definition.account.kms_key:
         yield "not priced: account.kms_key and the requests to it"
 
 
 def _several(definition: StackDefinition, bill: Bill) -> Iterator[str]:
-    """Warnings about the uncertainties of nodes that train together."""
+    """Warnings about nodes that train together."""
     nodes, endless = definition.nodes, batch.is_endless(definition.job.parameters)
     if not endless and not bill.chosen.option.instance.has_efa(definition.fleet.cards):
         yield "nodes of this type have no EFA on these cards: they use TCP, whose speed nobody has measured"
@@ -99,7 +97,7 @@ def _speed(bill: Bill) -> tuple[float, float]:
 
 
 def cut_short(bill: Bill) -> str:
-    """A warning that fewer than nine runs in ten end within limits.max_usd; empty if more do."""
+    """A warning that fewer than nine runs in ten end within limits.max_usd; empty if enough do."""
     cap, needed = bill.cap, bill.chosen.metered_usd
     if cap is None or not needed.p50 <= cap.max_usd < needed.p90:
         return ""
@@ -129,8 +127,8 @@ def schedule(config: JobConfig, runtime: Runtime) -> Iterator[str]:
 
 
 def _leave_out(definition: StackDefinition, zones: Sequence[SpotPrice], prefix: str) -> str:
-    """A warning that says what leaving out the dearest zone would save, when that zone alone makes the price high.
-    Zone ids begin with `prefix`.
+    """If one zone alone makes the price high: a warning that says what leaving it out would save. `prefix`: the first
+    part of zone ids.
     """
     *others, high = zones
     if not others or high.price.amount < _SPOILS * others[-1].price.amount:

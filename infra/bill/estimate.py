@@ -1,9 +1,9 @@
 """Computes the bill of a run from its definition and the catalog.
 
-The lines are exact and price the run without interruptions. One more line, `interruptions`, makes their sum the p50 of
-the simulation. That line can be negative: AWS does not charge a first hour that it interrupts, and a limit may end the
-run. (The table shows the limit's part separately, and also what unknown speed, price and set-up add.) The only date is
-`today`, from which the age of a spot price is counted.
+The lines are exact, and price the run without interruptions. One more line, `interruptions`, makes their sum the p50 of
+the simulation. It can be negative, because AWS does not charge a first hour that it interrupts, and because a limit may
+end the run. (The table shows separately what a limit cuts off, and what unknown speed, price and set-up add.) The only
+date is `today`, which gives spot prices their age.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ def price(
     runs: int = simulation.RUNS,
     **known: Any,
 ) -> Bill:
-    """The bill as by `price_of`, from the data in the BillBasis `known`, with definition and catalog."""
+    """The bill by `price_of`. `known`: fields of the BillBasis other than definition and catalog."""
     return price_of(BillBasis(definition, catalog, **known), not_ready=not_ready, runs=runs)
 
 
 def price_of(basis: BillBasis, *, not_ready: Sequence[str] = (), runs: int = simulation.RUNS) -> Bill:
-    """The bill of a definition. `not_ready` are sentences to show among the warnings. Raises PriceMissing when a needed
-    price of a service is not in the catalog, DefinitionError when the job fits no listed type or none of them has a
-    price.
+    """The bill of a definition. `not_ready`: sentences to show among the warnings. Raises PriceMissing if the catalog
+    lacks the price of a service, and DefinitionError if the job fits no listed type or none of them has a price.
     """
     definition, catalog = basis.definition, basis.catalog
     only_priced = definition.variant.only_priced
@@ -105,8 +104,8 @@ def price_of(basis: BillBasis, *, not_ready: Sequence[str] = (), runs: int = sim
 
 
 def problems(definition: StackDefinition, bill: Bill) -> list[Problem]:
-    """Reasons to refuse the definition at this bill: the job does not fit on a listed type, a listed type has no price,
-    a limit is below p50, or no limit lets the run on a listed type end.
+    """Reasons to refuse the definition: the job does not fit on a listed type, a listed type has no price, a limit is
+    below p50, or on a listed type the run cannot end within a limit.
     """
     refused = [*options.fit_problems(definition, bill.types), *options.unpriced(definition, bill.types)]
     return refused if bill.only_priced else [*refused, *limits.problems(definition, bill)]
@@ -134,7 +133,7 @@ def _break_even(spot: Side | None, on_demand: Side | None) -> float | None:
 
 
 def _chances(definition: StackDefinition, chosen: Side) -> tuple[Chance, ...]:
-    """The chance of each goal, from the simulated runs behind the bill's range."""
+    """The chance of each goal, from the same simulated runs as the bill's range."""
     runs = chosen.within
     drawn = {USD: runs.usd + chosen.unsimulated_usd, HOURS: runs.wall_hours}
     done = ~runs.stopped | batch.is_endless(definition.job.parameters)
@@ -162,7 +161,7 @@ def _cap(definition: StackDefinition, chosen: Side) -> Cap:
 
 
 def _kept_storage(definition: StackDefinition, catalog: Catalog) -> KeptStorage:
-    """The cost of the run's own objects. Job archive and dataset belong to the stack, and a destroy deletes them."""
+    """What keeping the run's objects costs. (Job archive and dataset belong to the stack; a destroy deletes them.)"""
     keep, nothing = definition.storage.keep, Decimal("0.0000")
     if not keep.bucket:
         return KeptStorage(

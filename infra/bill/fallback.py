@@ -1,10 +1,10 @@
-"""Prices a run with `fleet.fallback: on-demand`, which uses spot first and on demand as soon as spot would miss the
-deadline.
+"""Prices a run with `fleet.fallback: on-demand`, which begins on spot and switches to on demand once spot would miss
+the deadline.
 
-The resources are declared with an hour of the switch, and the nodes move it later (job/supervisor/switch.py). The hour
-is the deadline minus the time for the stop, a start, the rest of the work on demand and a margin. The dollars assume
-that on-demand capacity is there at that hour. AWS does not promise that, so the bill also shows the share of runs that
-would find no capacity, by an assumption.
+`up` declares the hour of the switch, and nodes postpone it as work gets done (job/supervisor/switch.py). The hour is
+the deadline minus the time for the stop, a start, the rest of the work on demand and a margin. The dollars assume that
+AWS then has on-demand capacity. AWS does not promise this, so the bill also shows the share of runs that would find
+none if a certain share of switches does.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from gpufleet.infra.show.sheet import plain
 from gpufleet.infra.text import hours, share
 from gpufleet.job.contract.aws import SWITCH_MARGIN_S
 
-ON_DEMAND_MISSING = 0.05  # share of switches that find no on-demand capacity: assumed, without a public source
+ON_DEMAND_MISSING = 0.05  # share of switches that find no on-demand capacity; an assumption without a public source
 
-SOONEST = timedelta(minutes=15)  # the time that `up` may take until it makes the schedule, after its uploads
+SOONEST = timedelta(minutes=15)  # `up` makes its uploads and then the schedule within this time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fallback:
-    """The effects of the fallback on a run. Hours are by the clock from the run's first `up`, shares are of simulated
-    runs, and dollars are the cost of finishing the work.
+    """The effects of the fallback on a run. Hours are wall-clock hours from the run's first `up`; shares are shares of
+    simulated runs; dollars are the cost to finish the work.
     """
 
     type: str  # the instance type that is launched on demand
@@ -43,7 +43,7 @@ class Fallback:
     margin_h: float
     work_h: float  # hours that the whole work takes on demand
     train_h: float  # the part of these hours for training
-    switch_h: float  # hours after which a run that has done no work switches; finished work moves the switch later
+    switch_h: float  # hours after which a run that has done no work switches; finished work postpones the switch
     usd: Quantiles
     metered_usd: Quantiles  # USD as limits.max_usd counts them, including a clean stop
     wall_hours: Quantiles
@@ -55,7 +55,7 @@ class Fallback:
 
     @property
     def needed_h(self) -> float:
-        """Hours before the deadline at which a run that has done nothing begins on demand."""
+        """A run that has done no work begins on demand this many hours before the deadline."""
         return self.stop_h + self.start_h + self.work_h + self.margin_h
 
     def row(self) -> tuple[str, Quantiles]:
@@ -64,11 +64,11 @@ class Fallback:
 
     @property
     def in_brief(self) -> str:
-        """Words that the bill's first line adds to the market's name."""
+        """What the bill's first line adds to the market's name."""
         return f", on demand when late ({self.on_time:.0%} are done by the deadline),"
 
     def sentence(self) -> str:
-        """The sentence that people read."""
+        """A sentence about the fallback, for people."""
         unpaid = f"; limits forbid the switch in {share(self.unpaid)}" if self.unpaid else ""
         return (
             f"fleet.fallback: on demand from {hours(self.switch_h)} h after the start if nothing is done by then, later"
@@ -84,7 +84,7 @@ class Fallback:
         return document
 
     def run_json(self) -> dict[str, Any]:
-        """The `fallback` of run.json: seconds that a node needs to move the hour, and what a policy checks."""
+        """The section `fallback` of run.json: seconds from which a node computes the hour, and what a policy checks."""
         parts = {"work": self.work_h, "train": self.train_h, "start": self.start_h, "margin": self.margin_h}
         return {
             "usd_p90": str(self.usd.p90),
@@ -93,7 +93,7 @@ class Fallback:
 
 
 def price_fallbacks(definition: StackDefinition, bill: Bill, now: datetime) -> list[Fallback]:
-    """The priced fallback; empty when the definition has none, is only priced, or lacks the price of one market."""
+    """The priced fallback; empty if the definition has none or can only be priced, or if a market has no price."""
     left_h, spot, on_demand = definition.hours_left(now), bill.spot, bill.on_demand
     if not definition.fleet.market.stands_by or bill.only_priced or left_h is None or not (spot and on_demand):
         return []
@@ -103,7 +103,9 @@ def price_fallbacks(definition: StackDefinition, bill: Bill, now: datetime) -> l
     stop_h = max(spot.exposure.reserve_h, sure.reserve_h)
     by_h, work_h = left_h - stop_h, sure.phase_ends_h[-1]
     start_h = max(sure.setup_h, sure.restart_h)
-    margin_h = min(sure.interval_h, work_h) + SWITCH_MARGIN_S / 3600  # without checkpoints all of the work is repeated
+    margin_h = (
+        min(sure.interval_h, work_h) + SWITCH_MARGIN_S / 3600
+    )  # a run without checkpoints repeats all of its work
     switch_h = max(0.0, by_h - start_h - work_h - margin_h)
     most_usd, most_h = float(definition.limits.max_usd), float(definition.limits.max_hours)
     leave = simulation.PlannedEnd(by_h=switch_h + work_h, work_h=work_h)
@@ -137,7 +139,7 @@ def price_fallbacks(definition: StackDefinition, bill: Bill, now: datetime) -> l
 
 def _launched(bill: Bill, dearest: Side) -> tuple[str, simulation.Exposure, float]:
     """The instance type that EC2 launches on demand, the exposure of a run on it, and its hours of training. EC2 takes
-    the listed type with the lowest hourly price: that is a fleet's default, which the provider cannot change.
+    the listed type with the lowest hourly price: that is a fleet's default, and the provider has no setting for it.
     """
     able = [option for option in bill.types if option.on_demand and option.runtime and option.holds_the_job]
     cheapest = min(
@@ -159,11 +161,11 @@ def _launched(bill: Bill, dearest: Side) -> tuple[str, simulation.Exposure, floa
 
 
 def fallback_problems(definition: StackDefinition, bill: Bill, fallbacks: Iterable[Fallback]) -> Iterator[Problem]:
-    """Problems of a fallback: no on-demand price, or limits that do not pay for half of the runs."""
+    """Problems of a fallback: there is no on-demand price, or the limits do not pay for half of the runs."""
     if not definition.fleet.market.stands_by or bill.only_priced:
         return
     if bill.on_demand is None:
-        yield definition.problem("fleet.fallback", "on-demand", "types with an on-demand price: none of the listed has")
+        yield definition.problem("fleet.fallback", "on-demand", "types with an on-demand price: no listed type has one")
     most = definition.limits.max_usd
     for usd in (fallback.metered_usd for fallback in fallbacks if most < fallback.metered_usd.p50):
         allowed = f"at least {enough(usd.p50)} USD with fleet.fallback: half of the simulated runs need"
@@ -172,7 +174,7 @@ def fallback_problems(definition: StackDefinition, bill: Bill, fallbacks: Iterab
 
 
 def switch_at(fallback: Fallback, deadline: datetime, now: datetime) -> datetime:
-    """The time of the switch that the program declares, for a run that has done nothing yet. It is never earlier than
+    """The time of the switch that the program declares, for a run that has done no work yet. It is not earlier than
     `up` can make the schedule, because AWS refuses a time that has passed.
     """
     return max(deadline - timedelta(hours=fallback.needed_h), now + SOONEST).replace(microsecond=0)

@@ -1,7 +1,6 @@
-"""Whether the job fits: GPU memory for each type and phase, host memory, and whether a save and its upload are done
-within AWS's notice.
-
-The module names the nearest change that would fit, and changes nothing itself.
+"""Checks whether the job fits: GPU memory for each type and phase, host memory, and whether a save and its upload can
+be done within AWS's notice. If something does not fit, the module names the nearest change that would, but changes
+nothing.
 """
 
 from __future__ import annotations
@@ -17,28 +16,28 @@ from gpufleet.job.kind import JobConfig, batch
 from gpufleet.job.kind.common import DEVICE_RESERVE_GB, Memory, Rung
 
 POLL_S = 5.0  # seconds between two looks of the supervisor
-_HOST_RESERVE_GB = 4.0  # GB for operating system, container and trainer: an assumption
+_HOST_RESERVE_GB = 4.0  # what operating system, container and trainer are assumed to need
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """One phase on one instance type. `why` and `nearest` are empty when it fits."""
+    """One phase on one instance type. `why` and `nearest` are empty if it fits."""
 
     type: str
     phase: str
     fits: bool
-    needs_gb: float  # predicted peak at the chosen rung, or at the last one when none fits; 0: not predicted
+    needs_gb: float  # predicted peak at the chosen rung, or at the last rung if none fits; 0 if not predicted
     has_gb: float
     micro: int
     checkpointing: bool
-    memory: Memory | None = None  # the parts of `needs_gb`; None: not predicted
+    memory: Memory | None = None  # the parts of `needs_gb`; None if not predicted
     why: str = ""
     nearest: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notice:
-    """The seconds from AWS's notice to a published manifest in the worst case, when a step has just begun."""
+    """The seconds from AWS's notice to a published manifest in the worst case: a step has just begun."""
 
     type: str
     phase: str
@@ -61,9 +60,8 @@ class Notice:
 def fits(
     config: JobConfig, instance: Instance, catalog: Catalog, region: str, *, holder: str | None = None
 ) -> tuple[Fit, ...]:
-    """One Fit per phase. A run uses one rung throughout, the highest that holds every phase.
-
-    `holder` is the answer of `cheapest_holder`, for a caller who asks about many types.
+    """One Fit per phase. All phases use the same rung, the highest on which every phase fits. `holder`: the answer of
+    `cheapest_holder`, for a caller that asks about many types.
     """
     whole = batch.choose_rung(config, instance.gpu_memory_gb, ranks=config.ranks(instance.gpu_count))
 
@@ -81,7 +79,7 @@ def notices(
     root: Disk,
     stop_s: float | None = None,
 ) -> list[Notice]:
-    """One Notice per phase. `stop_s`: measured seconds from a stop request to the whole checkpoint."""
+    """One Notice per phase. `stop_s`: measured seconds from a stop request to the complete checkpoint."""
     times = []
     for index, phase in enumerate(runtime.phases):
         size_gb = config.sizes().checkpoints[index] / 1e9
@@ -94,7 +92,7 @@ def notices(
                 save_s=_save_s(size_gb / scratch_rate(instance, root), phase.step_ms / 1e3, stop_s, runtime),
                 hash_s=size_gb / SHA256_GB_S,
                 upload_s=size_gb / upload_rate(instance, estimate),
-                # the command counts as not saving until a rehearsal has shown that it saves
+                # as long as no rehearsal has shown that the command saves, it is assumed not to
                 saves=config.saves_on_signal is True,
             )
         )
@@ -107,8 +105,8 @@ def _save_s(predicted_s: float, step_s: float, stop_s: float | None, runtime: Ru
 
 
 def scratch_gb(config: JobConfig) -> float:
-    """GB of local disk that a run may need: the best, last and last but one checkpoint, one that is being written (x
-    1.2), exports and final weights.
+    """GB of local disk that a run may need: for the best, the last and the last but one checkpoint, one that is being
+    written (x 1.2), exports and final weights.
     """
     exports = (*config.sizes().exports.values(), *config.sizes().final.values())
     largest = max(config.sizes().checkpoints[index] for index in range(len(config.phases())))
@@ -152,18 +150,18 @@ def _misfit_reason(config: JobConfig, instance: Instance, index: int, rung: Rung
     host_gb = instance.memory_gib * 1.073741824 - _HOST_RESERVE_GB
     staged_gb = _staged_gb(config, index)
     if staged_gb > host_gb:
-        return f"host memory: a checkpoint is staged there, {staged_gb:.1f} GB, {host_gb:.1f} GB are free"
+        return f"a checkpoint of {staged_gb:.1f} GB is staged in host memory, of which {host_gb:.1f} GB are free"
     return ""
 
 
 def _narrower(config: JobConfig, instance: Instance) -> str:
-    """The change to the narrow state, if that is enough."""
+    """The setting of the first variant with narrower state that fits; empty if none does."""
     held = (variant.setting for variant in config.variants() if variant.narrower and _holds(variant.config, instance))
     return next(held, "")
 
 
 def cheapest_holder(config: JobConfig, catalog: Catalog, region: str) -> str:
-    """Words for the cheapest on-demand type of known speed in the region that holds the job unchanged."""
+    """Names the region's cheapest on-demand type of known speed on which the job fits unchanged."""
     priced = []
     for type_, other in catalog.instances.items():
         if other.unusable or not other.gpu.has_a_roofline(config.products()) or not _holds(config, other):
@@ -188,6 +186,6 @@ def _holds(config: JobConfig, instance: Instance) -> bool:
 
 
 def _staged_gb(config: JobConfig, index: int) -> float:
-    """A phase's checkpoint in GB, if the host holds it in memory while it is written."""
+    """GB of a phase's checkpoint if the host holds it in memory while it is written; else 0."""
     sizes = config.sizes()
     return sizes.checkpoints[index] / 1e9 if sizes.staged_in_memory else 0.0

@@ -1,8 +1,8 @@
-"""Checks whether a run can end within its limits, on the dearest listed type and on every other. The bill checks
-max_usd and max_hours; the deadline is checked by callers that know the time.
+"""Checks whether a run can end within its limits, on the dearest listed type and on every other, because the fleet may
+pick any. The bill checks max_usd and max_hours; callers that know the time check the deadline.
 
-The fleet may pick any listed type. The meter that stops a run also counts interrupted first hours, which AWS does not
-charge. The dollars in this module count them too.
+The dollars in this module include interrupted first hours. AWS does not charge these, but the meter that stops a run
+counts them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gpufleet.infra.risk.simulation import MINIMUM_H
 from gpufleet.job.kind import batch
 
 _HALF = "half of the simulated runs need this or more"
-AS_COUNTED = "as limits.max_usd counts it"  # it includes interrupted first hours, which AWS does not charge
+AS_COUNTED = "as limits.max_usd counts it"  # with interrupted first hours, which AWS does not charge
 
 
 def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
-    """A problem for each limit that is below p50 plus the reserve in which the job stops, and for each other listed
-    type on which even an uninterrupted run passes a limit.
+    """A problem for each limit that is below p50 plus the job's reserve to stop in, and for each other listed type on
+    which even an uninterrupted run exceeds a limit.
     """
     if batch.is_endless(definition.job.parameters):  # such a run trains until a limit stops it, so no limit is too low
         yield from _first_save(definition, bill)
@@ -69,7 +69,7 @@ def _first_save(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
 
 
 def _own(definition: StackDefinition, key: str) -> str:
-    """How to give a scenario a limit of its own, as an addition to a message; empty if it has one."""
+    """A sentence to add to a message: how to give a scenario its own limit; empty if it has one."""
     path = f"scenarios.{definition.scenario}.{key}"
     if not definition.scenario or definition.problem(key, "", "").path == path:
         return ""
@@ -77,10 +77,10 @@ def _own(definition: StackDefinition, key: str) -> str:
 
 
 def deadline_problems(definition: StackDefinition, bill: Bill, now: datetime) -> list[Problem]:
-    """A problem for a deadline that a listed type cannot meet even with a node that comes now and stays.
+    """A problem if a listed type cannot meet the deadline even with a node that comes now and is never interrupted.
 
     Unlike max_hours, the deadline is not compared with p50: a user who moves the run to on demand in time
-    (`gpufleet compare`) meets a deadline that spot alone misses in most runs.
+    (`gpufleet compare`) meets a deadline that most runs on spot alone would miss.
     """
     due, left_h, key = definition.due(now), definition.hours_left(now), definition.due_by(now)
     needs = {
@@ -101,7 +101,7 @@ def deadline_problems(definition: StackDefinition, bill: Bill, now: datetime) ->
     assert deadline is not None
     first = due + timedelta(hours=needs[slowest_type] - left_h, minutes=1)
     allowed = f"{need}: {first:%Y-%m-%dT%H:%MZ} or later; this is {left_h:.2f} hours from {_begin(definition, now)}"
-    hint = "Move it, or list faster types: `gpufleet compare` ranks them by it."
+    hint = "Write a later deadline, or list faster types: `gpufleet compare` ranks types for it."
     return [definition.problem(key, deadline_text(deadline), allowed, hint)]
 
 
@@ -110,11 +110,11 @@ def _begin(definition: StackDefinition, now: datetime) -> str:
 
 
 def deadline_warnings(definition: StackDefinition, bill: Bill, now: datetime) -> Iterator[str]:
-    """Warnings: the share of simulated runs that misses the deadline, with waits for capacity, when it is at least 1 %;
-    and the speed at which every run would miss it, when the deadline comes before the other limits.
+    """Warns if at least 1 % of simulated runs, with waits for capacity, miss the deadline. If the deadline comes before
+    the other limits, also warns of the speed at which every run would miss it.
     """
     left_h, exposure, key = definition.hours_left(now), bill.chosen.exposure, definition.due_by(now)
-    whole = definition.begins_at(now) > now and key != DEADLINE  # the end of a Capacity Block is a limit, too
+    whole = definition.begins_at(now) > now and key != DEADLINE  # the limit is the end of a Capacity Block
     if bill.only_priced or left_h is None or whole:
         return
     late = float((bill.chosen.needed.wall_hours + exposure.reserve_h > left_h).mean())
@@ -130,8 +130,8 @@ def deadline_warnings(definition: StackDefinition, bill: Bill, now: datetime) ->
 
 
 def too_slow(bill: Bill, by_h: float, limit: str) -> str:
-    """A warning about a speed that nobody has measured: the share of it below which `limit`, which begins to stop the
-    run after `by_h` hours, comes before the end of the work. Empty when that share is less than a half.
+    """Warns if the assumed speed was never measured: below which share of it `limit` ends the run before the work is
+    done. `by_h`: the hours after which that limit begins to stop the run. Empty if that share is below one half.
     """
     share = slowest(bill.chosen, by_h)
     if bill.calibrated or not 0.5 < share < 1:
@@ -144,8 +144,8 @@ def too_slow(bill: Bill, by_h: float, limit: str) -> str:
 
 
 def expiry_warning(bill: Bill) -> str:
-    """A warning that gives the share of simulated runs whose fleet expires before they end, when no deadline is set;
-    empty below 1 %. Only waits for capacity make a run last that long: max_hours stops a node that works.
+    """If no deadline is set: a warning with the share of simulated runs whose fleet expires before they end; empty
+    below 1 %. Only waits for capacity can make a run last that long, because max_hours stops nodes that work.
     """
     cap, needed, stop_h = bill.cap, bill.chosen.needed, bill.chosen.exposure.reserve_h
     if cap is None or cap.deadline is not None:
@@ -163,13 +163,13 @@ def expiry_warning(bill: Bill) -> str:
 
 
 def enough(needed: Decimal) -> Decimal:
-    """`needed`, rounded up to a hundredth, so that it is accepted as a limit."""
+    """`needed`, rounded up to a hundredth, so that as a limit it is enough."""
     return needed.quantize(Decimal("0.01"), rounding=ROUND_CEILING)
 
 
 def least_usd(definition: StackDefinition, bill: Bill) -> Decimal:
-    """The limits.max_usd within which nine simulated runs in ten end by themselves; the definition's own one where that
-    is lower, and for a run that trains until a limit.
+    """The limits.max_usd within which nine simulated runs in ten end by themselves. If the definition's own limit is
+    lower, or the run trains until a limit stops it, that limit.
     """
     own = definition.limits.max_usd
     if batch.is_endless(definition.job.parameters):
@@ -185,7 +185,7 @@ def slowest(side: Side, by_h: float) -> float:
 
 
 def _types(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
-    """Problems of the listed types other than the dearest, whose p50 is compared above."""
+    """Problems of the listed types other than the dearest one, whose p50 `problems` compares."""
     limits = definition.limits
     extras = float(sum(bill.hourly_usd.values()))
     for index, option in enumerate(bill.types):

@@ -1,6 +1,6 @@
 """The lines of a bill: one small function per charge. Amounts are exact decimals, rounded once, to 1/100 cent.
 
-Quantities that depend on the run (checkpoints kept, saves made) are upper bounds; docs/bill.md explains each line.
+Quantities that depend on the run (such as the number of saves) are upper bounds; docs/bill.md explains each line.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from gpufleet.job.kind.common import PART_BYTES
 MONTH_H = Decimal(730)  # AWS bills a month's price by hours of use; 730 = 365 x 24 / 12
 CENT_100 = Decimal("0.0001")
 FREE_IOPS, FREE_MIBPS = 3000, 125  # included in every gp3 volume
-KEPT_CHECKPOINTS = 3  # best, last, last but one: at most three different ones; without evaluations there is no best
+KEPT_CHECKPOINTS = 3  # at most: the best one (if there are evaluations), the last, the last but one
 # requests per save besides those for the data: two small files, manifest, best.json, metrics, a listing
 SAVE_REQUESTS = 6
-# The part size of `up`'s uploads: the provider's aws_s3_object keeps its SDK's 5 MiB (AWS SDK for Go v2, read 2026-11).
+# `up` uploads in parts of 5 MiB, the default of the provider's SDK (AWS SDK for Go v2, read 2026-11)
 INPUT_PART_BYTES = 5 * 1024 * 1024
-SMALL_FILES_GB = 0.02  # metrics, job log, reports, run.json, job archive together: assumption
-LOG_GB_PER_BOOT = 0.005  # boot and container log of one attempt: assumption
+SMALL_FILES_GB = 0.02  # assumed for metrics, job log, reports, run.json and job archive together
+LOG_GB_PER_BOOT = 0.005  # assumed for boot and container log of one attempt
 LOG_LINE_BYTES = 250
-IMAGE_GB = 20  # GB of the image that each boot pulls through the NAT gateway; 15 to 20 were measured
+IMAGE_GB = 20  # the image that each boot pulls through the NAT gateway; images of 15 to 20 GB were measured
 UNKEPT_DAYS = 1  # a bucket that `destroy` deletes is assumed to live for a day
 
-# What AWS gives every account each month, by item (its price pages of EC2 data transfer and CloudWatch, read 2026-11).
+# What is free for every account each month, by item (AWS's prices of EC2 data transfer and CloudWatch, read 2026-11).
 FREE_A_MONTH = {"transfer_out": Decimal(100), "logs_ingestion": Decimal(5)}
 
 NOT_PRICED = (
@@ -45,8 +45,8 @@ NOT_PRICED = (
 )
 
 
-# How the job's meter counts a line: compute at the price of each hour, hourly at its own rate for each node-hour, fixed
-# as billed. Only the kind decides that; the names of lines are for people.
+# The kind of a line decides how the job's meter counts it: compute at the price of each hour, hourly at the line's own
+# rate for each node-hour, fixed as billed. Names of lines are for people.
 Kind = Literal["compute", "hourly", "fixed", "interruptions"]
 
 
@@ -63,12 +63,12 @@ class Line:
     source: str
     as_of: date
     inferred: bool = False
-    item: str = ""  # the service's name in the catalog; empty for compute and interruptions
+    item: str = ""  # the service's name in the catalog; empty for compute and for interruptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Charge:
-    """A charge of a node per hour in addition to compute: `units` of `price` for each `hours`."""
+    """An hourly charge of a node in addition to compute: `units` times `price` for each `hours` hours."""
 
     name: str
     item: str
@@ -102,7 +102,7 @@ class StoredSizes:
 
 
 def line(name: str, quantity: float, price: Price, kind: Kind, item: str = "") -> Line:
-    """A line with its quantity rounded to a millionth first, so that amount = quantity x unit price can be checked."""
+    """A line. Its quantity is rounded to a millionth first, so that amount = quantity x unit price can be checked."""
     exact = Decimal(f"{quantity:.6f}")
     return Line(
         name=name,
@@ -119,7 +119,7 @@ def line(name: str, quantity: float, price: Price, kind: Kind, item: str = "") -
 
 
 def account_discount(lines: Iterable[Line]) -> Decimal:
-    """USD that an account saves when it has used nothing of the month's free quantities."""
+    """USD that an account saves if it has not used the month's free quantities yet."""
     free = (
         min(charge.quantity, FREE_A_MONTH[charge.item]) * charge.unit_price
         for charge in lines
@@ -131,7 +131,7 @@ def account_discount(lines: Iterable[Line]) -> Decimal:
 def stored(definition: StackDefinition, dataset_bytes: int | None) -> StoredSizes:
     """Upper bound of the data in the bucket when the run has ended."""
     config = definition.job.parameters
-    # of the phase that leaves most; a phase without optimizer steps saves nothing more than the phase before it
+    # the phase that leaves most counts; a phase without optimizer steps saves no more than the phase before it
     kept_bytes = max(
         (KEPT_CHECKPOINTS - (1 if phase.evaluations else 2)) * config.sizes().checkpoints[index]
         + config.sizes().phase_ends[index]
@@ -146,7 +146,7 @@ def stored(definition: StackDefinition, dataset_bytes: int | None) -> StoredSize
 
 
 def dataset_gb(definition: StackDefinition, dataset_bytes: int | None) -> float:
-    """GB of the dataset that the stack uploads to its own bucket; 0 for one that is in S3 already."""
+    """GB of the dataset that the stack uploads to its own bucket; 0 if the dataset is already in S3."""
     if definition.storage.dataset.startswith("s3://"):
         return 0.0
     if dataset_bytes is None:
@@ -175,7 +175,7 @@ def hourly_charges(definition: StackDefinition, catalog: Catalog) -> list[Charge
 def bucket_lines(
     definition: StackDefinition, catalog: Catalog, runtime: Runtime, dataset_bytes: int | None
 ) -> list[Line]:
-    """The lines that do not depend on how long the node lives: storage until it expires, requests, transfer, logs."""
+    """The lines that do not depend on how long nodes live: storage until objects expire, requests, transfer, logs."""
     region, config, keep = definition.fleet.region, definition.job.parameters, definition.storage.keep
     held = stored(definition, dataset_bytes)
     days = keep.days if keep.bucket else UNKEPT_DAYS
@@ -190,7 +190,7 @@ def bucket_lines(
     writes += held.dataset * 1e9 / INPUT_PART_BYTES
     writes += runtime.total_s / config.checkpoint.heartbeat_s * 3  # heartbeat, metrics, job log
     reads = (held.final + held.dataset) * 1e9 / PART_BYTES + 100
-    reads += runtime.total_s / config.checkpoint.heartbeat_s  # the request by which a node looks for stop.json
+    reads += runtime.total_s / config.checkpoint.heartbeat_s  # requests for stop.json
     steps = sum(phase.steps for phase in runtime.phases)
     logs_gb = LOG_GB_PER_BOOT + steps / config.log.every * LOG_LINE_BYTES / 1e9
 
@@ -223,7 +223,7 @@ def _disks(definition: StackDefinition, catalog: Catalog) -> list[Charge]:
 
 
 def _disk(name: str, disk: Disk, catalog: Catalog, region: str) -> list[Charge]:
-    """gp3 by GiB-second, one charge for each part that `gp3_usd_per_month` counts."""
+    """The charges of a gp3 disk: one for each part that `gp3_usd_per_month` counts."""
 
     def monthly(name: str, units: int, key: str) -> list[Charge]:
         price = catalog.price(key, region)
@@ -237,7 +237,7 @@ def _disk(name: str, disk: Disk, catalog: Catalog, region: str) -> list[Charge]:
 
 
 def _address(definition: StackDefinition, catalog: Catalog) -> list[Charge]:
-    if definition.fleet.cards == "all":  # the NAT gateway has an address, the nodes have none
+    if definition.fleet.cards == "all":  # then the NAT gateway has an address, and the nodes have none
         return []
     return [
         Charge(
@@ -254,7 +254,7 @@ HOURLY: tuple[Callable[[StackDefinition, Catalog], list[Charge]], ...] = (_disks
 
 
 def gp3_usd_per_month(catalog: Catalog, region: str, size_gib: int, iops: int, mibps: int) -> Decimal:
-    """USD per month of one gp3 volume: its size, and IOPS and throughput above what AWS includes."""
+    """USD per month of one gp3 volume: for its size, and for IOPS and throughput above what AWS includes."""
     usd = size_gib * catalog.price("ebs_gp3_storage", region).amount
     usd += max(0, iops - FREE_IOPS) * catalog.price("ebs_gp3_iops", region).amount
     return usd + max(0, mibps - FREE_MIBPS) * catalog.price("ebs_gp3_throughput", region).amount

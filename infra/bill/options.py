@@ -27,19 +27,19 @@ Calibrations = Mapping[str, Calibration | RefusedCalibration]
 
 @dataclass(frozen=True, slots=True)
 class BillBasis:
-    """The data behind a bill: infra.bill.project.bill_basis finds them in a project."""
+    """The data from which a bill is made; infra.bill.project.bill_basis collects them in a project."""
 
     definition: StackDefinition  # the definition with the counts of its prepared dataset
     catalog: Catalog
     _: KW_ONLY
-    dataset_bytes: int | None = None  # None: the dataset is not prepared, so its size is assumed
+    dataset_bytes: int | None = None  # None if the dataset is not prepared; its size is then assumed
     calibrations: Calibrations = field(default_factory=dict)
-    speeds: Speeds | None = None  # None: the speeds of the shipped table
+    speeds: Speeds | None = None  # None for the speeds in the shipped table
     hazards: Hazards = field(default_factory=dict)  # used if the definition fixes no hazard
-    today: date | None = None  # the day for the age of prices; None: the day of the newest price
+    today: date | None = None  # the day to which prices' age counts; None for the day of the newest price
 
     def with_definition(self, definition: StackDefinition) -> BillBasis:
-        """A copy of this data for another form of the work."""
+        """A copy for another form of the definition."""
         return replace(self, definition=definition)
 
     @property
@@ -50,7 +50,7 @@ class BillBasis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TypeCost:
-    """One listed instance type. `why` says what is missing if the type cannot be priced."""
+    """One listed instance type. `why` says what is missing for a price; empty if nothing is."""
 
     type: str
     instance: Instance
@@ -59,14 +59,14 @@ class TypeCost:
     notices: tuple[fit.Notice, ...]
     offers: Mapping[Capacity, Offer]  # prices in the definition's own market, and in the markets that are compared
     why: str
-    untried: str = ""  # a sentence when nobody knows whether a command fits in the memory of the type's GPUs
+    untried: str = ""  # a sentence, if it is not known whether a command fits in the memory of the type's GPUs
 
     def hourly(self, capacity: Capacity) -> Price | None:
-        """The highest price per node-hour that the fleet can meet; None if it uses no node of that market."""
+        """The highest price per node-hour that the fleet may pay; None if it uses no nodes of this market."""
         return self.offers[capacity].hourly
 
     def likely(self, capacity: Capacity) -> Price | None:
-        """The price per node-hour that a fleet may expect to pay when it picks by price and capacity."""
+        """The price per node-hour that the fleet may expect to pay, since it picks zones by price and capacity."""
         return self.offers[capacity].likely
 
     @property
@@ -76,12 +76,12 @@ class TypeCost:
 
     @property
     def on_demand(self) -> Price | None:
-        """The on-demand price, whether or not the fleet may buy on demand."""
+        """The on-demand price, even if the fleet does not buy on demand."""
         return self.offers["on-demand"].price
 
     @property
     def left_out(self) -> dict[Capacity, str]:
-        """For each market in which limits.usd_per_hour excludes the type, the reason."""
+        """By market, the reason why limits.usd_per_hour excludes the type."""
         return {market: offer.left_out for market, offer in self.offers.items() if offer.left_out}
 
     @property
@@ -96,8 +96,8 @@ def type_costs(basis: BillBasis) -> tuple[TypeCost, ...]:
 
 
 def dearest(types: Sequence[TypeCost], capacity: Capacity, extras_usd_h: float = 0.0) -> TypeCost | None:
-    """The type on which the uninterrupted run costs most. Types that hold the job are preferred, when there are any.
-    `extras_usd_h` is the hourly price of disks and address, which a slow type needs for longer.
+    """The type on which the uninterrupted run costs most, among those on which the job fits, or among all if it fits on
+    none. `extras_usd_h`: the hourly price of disks and address, which a slow type needs for longer.
     """
 
     def usd(option: TypeCost) -> float:
@@ -110,7 +110,7 @@ def dearest(types: Sequence[TypeCost], capacity: Capacity, extras_usd_h: float =
 
 
 def refuse(definition: StackDefinition, types: Sequence[TypeCost]) -> GpufleetError:
-    """The error to raise if no listed type can be priced, with the reasons."""
+    """The error, with the reasons, for a definition of which no listed type can be priced."""
     problems = fit_problems(definition, types)
     if problems:
         return DefinitionError(str(definition.source), problems)
@@ -155,7 +155,7 @@ CEILING = "a limit that the price of a listed type meets (a rule of policy.yaml 
 
 
 def pools(definition: StackDefinition, catalog: Catalog, capacity: Capacity) -> tuple[tuple[str, str], ...]:
-    """Every (type, zone) that the fleet may launch. Zones and types above limits.usd_per_hour are omitted."""
+    """Every (type, zone) that the fleet may launch, without those that cost more than limits.usd_per_hour."""
     fleet, ceiling, way = definition.fleet, definition.limits.usd_per_hour, WAYS[capacity]()
     return tuple(
         (type_, zone)
@@ -165,23 +165,23 @@ def pools(definition: StackDefinition, catalog: Catalog, capacity: Capacity) -> 
 
 
 def offers_of(definition: StackDefinition, catalog: Catalog, type_: str) -> dict[Capacity, Offer]:
-    """For each market, the price of a node of the type in the definition's region, in the zones that its fleet uses."""
+    """By market, the prices of a node of this type in the region and zones of the definition."""
     fleet, ceiling = definition.fleet, definition.limits.usd_per_hour
     ways = (*(WAYS[name]() for name in COMPARED), fleet.market)
     return {way.name: way.offer(catalog, type_, fleet, ceiling) for way in ways}
 
 
 def listed(index: int) -> str:
-    """The path in the definition of the listed type with this index."""
+    """The path, in the definition, of the listed type with this index."""
     return f"fleet.instance_types[{index}]"
 
 
 def type_cost(
     basis: BillBasis, type_: str, *, nearest: str | None = None, known: Sequence[StepTime] | None = None
 ) -> TypeCost:
-    """One type, listed or not. `nearest`: the words of fit.cheapest_holder, `known`: the basis' known_steps, for a
-    caller with many types, or another number of nodes. Raises GpufleetError for a type that is not in the catalog,
-    which no definition file may list.
+    """The cost of one type, listed or not. `nearest` (from fit.cheapest_holder) and `known` (the basis' known_steps)
+    save time if a caller has many types or numbers of nodes. Raises GpufleetError if the type is not in the catalog; no
+    definition file may list such a type.
     """
     definition, catalog, speeds = basis.definition, basis.catalog, basis.speeds
     measurement = basis.calibrations.get(type_)
@@ -198,7 +198,7 @@ def type_cost(
     price = offers[market.name].price
     config = config.completed(hours=market.node_hours(limits.max_hours, limits.max_usd, price))
     ranks = config.ranks(instance.gpu_count, definition.nodes)
-    try:  # the price in the other market may be missing, because it is only a comparison
+    try:  # a price in another market may be missing, because it only serves to compare
         market.require(catalog, type_, definition.fleet)
     except PriceMissing as missing:
         why.append(str(missing))
@@ -235,8 +235,8 @@ def type_cost(
 
 
 def _is_of(definition: StackDefinition, type_: str, catalog: Catalog) -> bool:
-    """Whether estimate.step_ms applies to this type: it is listed, or has as many GPUs of the same kind as a listed
-    type.
+    """Whether estimate.step_ms applies to this type: it is listed, or has the same number and kind of GPUs as a listed
+    one.
     """
 
     def device(name: str) -> tuple[str, float, int] | None:

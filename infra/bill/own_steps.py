@@ -1,11 +1,11 @@
-"""Computes how long a step of a user's own command takes on a node: by the file's figure, a measured figure, or a guess
-from these.
+"""Computes how long a step of a user's own command takes on a node: by a figure in the file, by a measured figure, or
+by a guess from these.
 
-A figure holds for one kind and number of GPUs. For other nodes the figure is converted:
+A figure holds for one kind and number of GPUs. For other nodes it is converted:
 
-- to other GPUs by the ratio that other code showed between the two (infra/evidence/speeds.py), if that is known;
-- to half as many GPUs as twice the time, to twice as many as half. Not every script gains that much from more GPUs, so
-  the range is wider on that side. A script whose batch grows with its GPUs needs fewer steps in proportion.
+- to another kind of GPU by the ratio of speeds that other code showed (infra/evidence/speeds.py), if it is known; - to
+another number of GPUs in proportion: half as many take twice as long. Not every script gains that much from more GPUs,
+so the range is wider on that side. If a script's batch grows with its GPUs, it needs fewer steps in proportion.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gpufleet.infra.risk import unknown
 from gpufleet.job.kind import batch
 
 P90_SIGMAS = 1.2816  # p10 and p90 of a normal distribution lie this many sigmas from its middle
-SECOND_MS = 1000.0  # for a run that declares hours, or nothing: a "step" is one second on the listed types
+SECOND_MS = 1000.0  # if a run declares hours, or nothing, its "step" is one second on the listed types
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Milliseconds of a step on `gpus` GPUs of one kind (of an epoch, for a run that counts epochs), and how far the
+    """Milliseconds of a step (or of an epoch, if the run counts epochs) on `gpus` GPUs of one kind, and how far the
     figure may be off, as sigmas of its logarithm.
     """
 
@@ -41,10 +41,10 @@ class StepTime:
     guessed: bool = False  # whether the figure was measured on other GPUs and converted
 
     def carried_over(self, gpu: Gpu, gpus: int, speeds: Speeds) -> StepTime | None:
-        """The step time on `gpus` GPUs of another kind. None when the peak of one of the two GPUs is not known."""
+        """The step time on `gpus` GPUs of another kind; None if the peak of either GPU is not known."""
         if (gpu, gpus) == (self.gpu, self.gpus):
             return self
-        times, sigma = gpus / self.gpus, 0.0  # the speed relative to the stated number of GPUs
+        times, sigma = gpus / self.gpus, 0.0  # the speed, relative to the number of GPUs of this figure
         if gpu != self.gpu:
             if not gpu.bf16_tflops or not self.gpu.bf16_tflops:
                 return None
@@ -67,20 +67,20 @@ class StepTime:
 def known_steps(
     definition: StackDefinition, catalog: Catalog, measured: Mapping[str, Calibration | RefusedCalibration]
 ) -> tuple[StepTime, ...]:
-    """The step times of a command that its file and measurements give; none for a ready-made job. A figure without a
-    number of GPUs holds for those of the first listed type with that GPU, else for those of the first listed type.
+    """The step times of a command, from its file and from measurements; none for a ready-made job. If a figure names no
+    number of GPUs, it holds for as many as the first listed type with this GPU has, or else the first listed type.
     """
     return tuple(_known(definition, catalog, measured))
 
 
 def step_time(known: Iterable[StepTime], instance: Instance, ranks: int, speeds: Speeds | None) -> StepTime | None:
-    """The step time on `ranks` GPUs of a type, from the least uncertain figure; None without a usable one."""
+    """The step time on `ranks` GPUs of a type, by the least uncertain figure; None if no figure can be used."""
     there = (figure.carried_over(instance.gpu, ranks, speeds or shipped()) for figure in known)
     return min(filter(None, there), key=lambda figure: figure.faster + figure.slower, default=None)
 
 
 def untried(known: Sequence[StepTime], instance: Instance, ranks: int) -> str:
-    """A sentence when the type's GPUs have less memory than those on which the command is known to run and the file
+    """A sentence, if the type's GPUs have less memory than those on which the command is known to run, and the file
     does not say how much it needs; else empty.
     """
 
@@ -114,7 +114,7 @@ def _known(
         step_ms, basis = (
             (SECOND_MS, f"{config.path}.work") if stated is None else (float(stated[0]), "estimate.step_ms")
         )
-        # hours that the file declares take equally long on every type, and are never too few
+        # declared hours take equally long on every type, and are not an underestimate
         bought = batch.is_endless(config)
         spread = (0.0, 0.0) if declared.hours is None else _spread(*declared.hours)
         if stated is not None:

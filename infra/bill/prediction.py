@@ -1,4 +1,4 @@
-"""What `gpufleet prepare` prints about the run with the dataset that it has made."""
+"""What `gpufleet prepare` prints about the cost of a run with the new dataset."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gpufleet.job.kind.common import Say
 
 
 def predict(definition: StackDefinition, root: Path, now: datetime, say: Say) -> None:
-    """Prints what the run costs with this dataset, in the words of the bill's first line. Raises DefinitionError when
-    p50 is above a limit or the uninterrupted run misses the deadline; the dataset stays.
+    """Prints the first line of the bill with this dataset. Raises DefinitionError if p50 is above a limit, or if even
+    an uninterrupted run misses the deadline; the dataset stays.
     """
     bill = bill_of(definition, root, load_catalog(root, day=now.date()), today=now.date())
     for line in wrap(f"{bill.title}: {headline(bill)} The whole bill: `gpufleet cost {definition.argument}`"):

@@ -1,8 +1,8 @@
-"""Makes the bill of a definition with the data of its project: prepared dataset, calibrations, receipts, traces and
+"""Makes the bill of a definition with the data of its project: prepared dataset, calibrations, receipts, traces,
 prices.
 
 Every command and the program make their bills here, so that all of them give the same figures. Only the bill uses these
-values: the run itself, and its identity, use the file as it is.
+data: the run and its identity use the file as it is.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ def bill_of(
     not_ready: Sequence[str] = (),
     but: Sequence[Path] = (),
 ) -> Bill:
-    """The bill, with the data under `root`.
-
-    `hazards`: hazards that were learned already; `but`: traces to omit. Raises as price_of().
+    """The bill, with the data under `root`. `hazards`: already learned hazards. `but`: traces to leave out. Raises like
+    price_of().
     """
     learned = learn(observations(root, but=but)) if hazards is None else hazards
     return price_of(replace(bill_basis(definition, root, catalog), hazards=learned, today=today), not_ready=not_ready)
@@ -48,8 +47,8 @@ def bill_basis(
     """The data in the folder `root` for this definition: the prepared dataset, and calibrations of the definition's
     types or of `types`. For a command every calibration counts, since steps on other types are guessed from it.
 
-    A scenario that is only priced and states the counts of its data keeps them: these counts describe no existing
-    dataset.
+    If a scenario can only be priced and states the counts of its data, it keeps these counts: such a dataset does not
+    exist.
     """
     dataset = None if definition.own_data and definition.variant.only_priced else prepared_dataset(definition, root)
     asked = catalog.instances if definition.job.parameters.told_speed else types
@@ -64,7 +63,7 @@ def bill_basis(
 
 
 def _as_measured(definition: StackDefinition, calibrations: Calibrations) -> StackDefinition:
-    """Returns the definition. What it says about saves is replaced by the figures of the newest measurement."""
+    """The definition, in which the newest measurement replaces what the file says about saves."""
     measured = [calibration for calibration in calibrations.values() if isinstance(calibration, Calibration)]
     if not measured:
         return definition
@@ -78,8 +77,8 @@ def _as_measured(definition: StackDefinition, calibrations: Calibrations) -> Sta
 
 
 def _uploaded(definition: StackDefinition, root: Path) -> int | None:
-    """Returns the bytes of a command's inputs that `up` uploads. Returns None for a job that takes a dataset: it has no
-    inputs, and its dataset is not prepared yet.
+    """The bytes of a command's inputs that `up` uploads; None for a job that takes a dataset (which is not prepared
+    yet).
     """
     if definition.job.parameters.dataset_kind:
         return None

@@ -1,6 +1,6 @@
 """Writes the bill as plain values: JSON for programs, stack outputs, and the parts of run.json that come from the bill.
 
-Money and hours are decimal strings. Nothing depends on the clock: run.json holds these bytes.
+Money and hours are decimal strings. Nothing depends on the clock, because run.json contains these bytes.
 """
 
 from __future__ import annotations
@@ -98,9 +98,8 @@ def outputs(bill: Bill) -> dict[str, str]:
 
 
 def rates(bill: Bill) -> dict[str, Any]:
-    """Hourly prices of the types for the meter, which falls back to the on-demand price; a type without an on-demand
-    price is metered at its spot price. `gpus` is the number of GPUs that a node must have; a node with fewer is
-    refused.
+    """The types' hourly prices for the meter, which falls back to the on-demand price (or, if a type has none, to its
+    spot price). `gpus`: how many GPUs a node must have; a node with fewer is refused.
     """
     prices: dict[str, Any] = {}
     for option in bill.types:
@@ -114,7 +113,7 @@ def rates(bill: Bill) -> dict[str, Any]:
 
 
 def extras(bill: Bill) -> dict[str, Any]:
-    """USD per node-hour of each line other than compute, and the sum of the lines that do not depend on hours."""
+    """USD per node-hour of each hourly line except compute, and the sum of lines that do not depend on hours."""
     fixed = (line.amount for line in bill.lines if line.kind == "fixed")
     return {
         "hourly_usd": {name: str(usd) for name, usd in bill.hourly_usd.items()},
@@ -144,12 +143,12 @@ def predicted(bill: Bill) -> list[dict[str, Any]]:
 
 
 def _memory(fit: Fit) -> dict[str, float] | None:
-    """GB per GPU of each part; None: not predicted."""
+    """GB per GPU of each part; None if not predicted."""
     return None if fit.memory is None else {name: round(gb, 2) for name, gb in fit.memory.parts.items()}
 
 
 def _unknown(bill: Bill) -> dict[str, Any]:
-    """The parts of the range: USD to finish if only speed is unknown, only the price, and so on."""
+    """The parts of the range: USD to finish if only the speed is unknown, if only the price is, and so on."""
     of = bill.chosen.exposure.unknown
     alone = {name: plain({"p10": low, "p90": high}) for name, (low, high) in bill.span_usd.items()}
     return {

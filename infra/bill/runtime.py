@@ -1,12 +1,13 @@
 """Turns work into seconds: how long each phase of a job takes on one instance type, without interruptions.
 
-A step is priced from the job's own shape: FLOP at the dense peak of the GPUs used plus optimizer traffic at their
-memory bandwidth (the roofline), divided by the share of it that such work reaches (infra/evidence/speeds.py); or from
-the definition's `estimate.step_ms`. Neither is a measurement of this job on this device, and the bill says so. A
-calibration is one; then the times of evaluations and saves, between phases and at the end are the measured ones too. If
-optimizer traffic is small, as in all ready-made jobs except tinystories-growth, that share is the MFU of a job in bf16.
+The time of a step follows from the job's shape: FLOP at the dense peak of the GPUs plus optimizer traffic at their
+memory bandwidth (the roofline), divided by the share of the roofline that such work reaches (infra/evidence/speeds.py).
+Or the definition states it: `estimate.step_ms`. Neither measures this job on this device, and the bill says so. A
+calibration does measure it, with the times of evaluations and saves, between phases and at the end. If optimizer
+traffic is small, as in all ready-made jobs except tinystories-growth, the share of the roofline is the MFU of a job in
+bf16.
 
-The constants are our own assumptions unless a source is named.
+Constants without a source are our own assumptions.
 """
 
 from __future__ import annotations
@@ -29,26 +30,25 @@ from gpufleet.job.kind.common import PhaseSize
 
 # minutes from launch to first step by family: boot, image pull (15-20 GB: 4-6 min), staging
 SETUP_MINUTES = {"g": 8.0, "p": 15.0}
-# seconds per save in addition to the copy; a 1.2 GB save on a CPU blocked training for 0.35 s in all (measured, 2
-# cores)
+# seconds per save in addition to the copy; a save of 1.2 GB on a CPU with 2 cores blocked training for 0.35 s in all
 SAVE_BLOCKS_S = 0.1
 HOST_COPY_GB_S = 4.0  # GB/s from device to host, over PCIe 4.0 x8 that the step uses too
 NVME_WRITE_GB_S = 1.0
 SHA256_GB_S = 1.4  # measured on one core
-UPLOAD_GB_S = 1.02  # 17.4 GB to S3 in 17 s, once, on g5.12xlarge; never above the type's sustained network
-# seconds to decode one token of every sequence at once in plain PyTorch, which kernel launches limit; never faster than
-# reading the weights
+UPLOAD_GB_S = 1.02  # one measurement: 17.4 GB to S3 in 17 s on g5.12xlarge; at most the type's sustained network rate
+# seconds to decode one token of all sequences at once in plain PyTorch: kernel launches limit it; reading the weights
+# may take longer
 DECODE_S = 0.02
 _STEP_MS = "estimate.step_ms, one figure per phase with optimizer steps"
 
-# Where step times come from: a calibration or receipt; the definition's own figures; one of these, converted from other
-# GPUs; the table of measured speeds.
+# Where step times come from: a calibration or receipt; figures of the definition; one of these, converted from other
+# GPUs; or the table of measured speeds.
 SpeedBasis = Literal["measured", "declared", "guessed", "derived"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseTime:
-    """The time of one phase on one instance type. For a phase without optimizer steps, `step_ms` and `tokens_per_s` are
+    """The time of one phase on one instance type. If the phase has no optimizer steps, `step_ms` and `tokens_per_s` are
     0 and `mfu` is None.
     """
 
@@ -59,12 +59,13 @@ class PhaseTime:
     steps: int
     step_ms: float
     limit_ms: float | None  # the roofline; None if a peak is not known
-    bound: str  # what takes most of a step by the data sheet; empty if a peak is not known
+    bound: str  # what takes most of a step according to the data sheet; empty if a peak is not known
     tokens_per_s: float
-    mfu: float | None  # useful FLOP over the dense bf16 peak of the GPUs used, also for fp32: as the job measures it
-    saves: float  # checkpoints written: timed ones, at most one per evaluation, and the one at its end
-    counts_steps: bool  # False: a "step" stands for a second
-    seconds: float  # steps, evaluations, samples, checkpoint stalls, growth before it, final upload after the last
+    mfu: float | None  # useful FLOP over the GPUs' dense bf16 peak, also for fp32; the job measures it in the same way
+    saves: float  # checkpoints written: timed ones, at most one per evaluation, and one at the phase's end
+    counts_steps: bool  # False if a "step" stands for a second
+    # steps, evaluations, samples, checkpoint stalls, growth before the phase, final upload after the last phase
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,19 +75,19 @@ class Runtime:
     phases: tuple[PhaseTime, ...]
     ranks: int  # number of GPUs used, over all nodes
     setup_s: float
-    restart_s: float  # set-up of a replacement node, checkpoint download included
+    restart_s: float  # set-up of a replacement node, with the download of the checkpoint
     evaluation_s: float
     stalls_s: float  # checkpoint stalls
     growth_s: float
     upload_s: float  # final save, hash and upload
-    held_s: float  # seconds of idle time at the end: a buffer, or a node that is kept longer than its work
+    held_s: float  # idle time at the end: a buffer, or a node that is kept longer than its work
     basis: str
     speed: SpeedBasis
-    faster: float  # sigma of ln(actual/these hours of work), below the median
-    slower: float  # above it
+    faster: float  # sigma of ln(actual / these hours of work) below the median
+    slower: float  # the same sigma above the median
     shared: float = 0.0  # the part of both sigmas that is the same for the job on every GPU
-    setup_seen: bool = False  # whether set-up was measured, by a receipt
-    setup_source: str = ""  # the canary from which set-up is taken; empty: another source
+    setup_seen: bool = False  # whether a receipt measured the set-up
+    setup_source: str = ""  # the canary that measured the set-up; empty if something else did
 
     @property
     def calibrated(self) -> bool:
@@ -95,7 +96,7 @@ class Runtime:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of the optimizer steps alone, which the tables of an experiment call compute."""
+        """Seconds of the optimizer steps alone, which an experiment's tables call compute."""
         return sum(phase.steps * phase.step_ms / 1e3 for phase in self.phases)
 
     @property
@@ -105,7 +106,7 @@ class Runtime:
 
     @property
     def total_s(self) -> float:
-        """Seconds from launch to shutdown: what is billed without interruptions."""
+        """Seconds from launch to shutdown, which are billed if nothing interrupts the run."""
         return self.setup_s + self.work_s
 
 
@@ -123,13 +124,12 @@ def hours(
     own: StepTime | None = None,
     speeds: Speeds | None = None,
 ) -> Runtime:
-    """The time of the run on `nodes` nodes of `instance`. Each is kept for `hold_hours` when that is longer than the
-    work. `buffer` is a share of the work that is added at its end; `cards` are the network cards that nodes talk
-    over.
+    """The time of the run on `nodes` nodes of `instance`.
 
-    `calibration` is what was measured of this job on one such node; a figure of `estimate` takes precedence. `own` is
-    the step time of a user's own command there. `speeds` is what was measured of other jobs and GPUs, by default the
-    shipped table. Raises GpufleetError when nothing gives a speed.
+    `hold_hours`: each node is kept for at least so long. `buffer`: a share of the work, added at the end. `cards`: the
+    network cards over which nodes communicate. `calibration`: measurements of this job on one such node; figures of
+    `estimate` take precedence. `own`: the step time of a user's command there. `speeds`: measurements of other jobs and
+    GPUs, by default the shipped table. Raises GpufleetError if nothing gives a speed.
     """
     sizes = config.phases()
     ranks = config.ranks(instance.gpu_count, nodes)
@@ -146,7 +146,7 @@ def hours(
     upload_s = written_s + last_gb / SHA256_GB_S + last_gb / upload_gb_s
 
     phases: list[PhaseTime] = []
-    launched: list[str] = []  # phases in which the GPU waits for the host
+    launched: list[str] = []  # phases in which the GPU waits for the host's kernel launches
     evaluation_s = stalls_s = growth_s = 0.0
     for index, size in enumerate(sizes):
         limits_ms = roofline.limits_ms(index, instance, config, ranks)
@@ -218,14 +218,14 @@ def hours(
 
 
 def upload_rate(instance: Instance, estimate: Estimate) -> float:
-    """GB/s from node to S3: the definition's figure, else the measured one, at most the sustained network rate."""
+    """GB/s from node to S3: the definition's figure, or else the measured one, at most the type's sustained rate."""
     if estimate.upload_gb_per_s is not None:
         return float(estimate.upload_gb_per_s)
     return min(UPLOAD_GB_S, instance.network_gbps / 8)
 
 
 def scratch_rate(instance: Instance, root: Disk) -> float:
-    """GB/s of writing checkpoints locally: to the instance store if there is one, else to the root disk."""
+    """GB/s at which checkpoints are written locally: to the instance store if there is one, else to the root disk."""
     if instance.nvme_gb:
         return NVME_WRITE_GB_S
     return min(root.throughput_mibps * 1.048576e-3, instance.ebs_gbps / 8)
@@ -252,7 +252,7 @@ def _spread(
     own: StepTime | None,
 ) -> tuple[float, float, float]:
     """Sigmas of ln(actual / priced hours of work) below and above the median, and the part of them that is the same on
-    every GPU. They are means over the phases, weighted by time.
+    every GPU: means over the phases, weighted by time.
     """
     if speed == "measured" and calibration is not None:
         sigma = max(unknown.MEASURED, calibration.spread)
@@ -283,7 +283,7 @@ def _step_ms(
     seen: PhaseSpeed | None,
     own: StepTime | None,
 ) -> float:
-    """Milliseconds per optimizer step of a phase; without steps, those of a step of its shape. 0 if no phase trains."""
+    """Milliseconds per optimizer step of a phase; if it has no steps, of a step of its shape; 0 if no phase trains."""
     if not any(size.steps for size in sizes):
         return 0.0
     if estimate.step_ms is not None:
@@ -301,7 +301,7 @@ def _step_ms(
         if sizes[index].counts == "epochs":
             unit, ways = "an epoch", f"write {declared.key}"
         raise GpufleetError(
-            f"{instance.type}: it is not known how long {unit} takes there{peak}: {ways}: {{{instance.gpu.name}: ...}}"
+            f"{instance.type}: how long {unit} takes there is unknown{peak}: {ways}: {{{instance.gpu.name}: ...}}"
         )
     if config.device == "cpu":
         raise GpufleetError(f"job.parameters.device: cpu has no roofline; give {_STEP_MS}")
@@ -316,7 +316,7 @@ def _step_ms(
 def _bound(
     limits_ms: tuple[float, float] | None, launch_ms: float, exchange_ms: tuple[float, float], share: float
 ) -> str:
-    """What takes most of a step whose GPUs reach `share` of their roofline; empty without one."""
+    """What takes most of a step whose GPUs reach `share` of their roofline; empty if the roofline is not known."""
     if limits_ms is None:
         return ""
     compute_ms, traffic_ms = (part / share for part in limits_ms)
@@ -331,8 +331,8 @@ def _bound(
 def _save_s(
     config: JobConfig, size: PhaseSize, index: int, ranks: int, write_gb_s: float, seen: PhaseSpeed | None
 ) -> float:
-    """Seconds that one save keeps the trainer waiting. Each rank copies what it holds: its shard, or everything. A save
-    that is not asynchronous also keeps it waiting until the files are written.
+    """Seconds for which the trainer waits at one save. Each rank copies what it holds: its shard, or everything. If the
+    save is not asynchronous, the trainer also waits until the files are written.
     """
     whole_gb = config.sizes().checkpoints[index] / 1e9
     copied_s = SAVE_BLOCKS_S + whole_gb / (ranks if size.sharded else 1) / HOST_COPY_GB_S
@@ -354,8 +354,8 @@ def _beside_s(
     ended: bool,
 ) -> float:
     """Seconds of work other than steps: forward passes of evaluations and of whole-data passes, decoding, and other
-    work of the node's cores and GPUs. With `ended`, all of this work except evaluations is part of the time that was
-    measured after the last step.
+    work of the node's cores and GPUs. If `ended`, all of this except evaluations is already in the measured time after
+    the last step.
     """
     token_s = step_ms / 1e3 / size.tokens_per_step * size.forward_share
     evaluation_s = size.evaluation_s(step_ms / 1e3)
@@ -377,9 +377,9 @@ def _beside_s(
 def _setup_s(
     instance: Instance, estimate: Estimate, calibration: Calibration | None, speeds: Speeds | None
 ) -> tuple[float, bool, str]:
-    """Seconds from launch to first step, whether they were measured, and the canary if they are from one. A probe
-    measures only the trainer's part, a receipt of this job all of it. Receipts of an earlier version of the stack are
-    better than the assumption, and so is the account's canary.
+    """Seconds from launch to first step; whether they were measured; and the canary, if it measured them. A probe
+    measures only the trainer's part, and a receipt of this job measures all of it. Receipts of an earlier version of
+    the stack are better than the assumption, and so is the account's canary.
     """
     kind = family(instance.type)
     if estimate.setup_minutes is not None:

@@ -1,8 +1,8 @@
 """Computes what many runs under one budget cost together, for example a sweep.
 
-Interruptions and spot prices differ from run to run, so the range of a sum is narrower than the sum of the ranges.
-Speed is different: until somebody has measured it, all runs of one file may be equally slow. The module gives both
-sums; use the second one for a budget until the job is calibrated.
+Interruptions and spot prices differ from run to run, so that the range of the sum is narrower than the sum of the
+ranges. But as long as nobody has measured the speed, all runs of one file may be equally slow. The module gives both
+sums; for a budget, use the second one until the job is calibrated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpufleet.job.text import counted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackRuns:
-    """The runs of one file. `usd` has the dollars of each simulated run within the limits."""
+    """The runs of one file. `usd`: the dollars of each simulated run within the limits."""
 
     name: str
     times: int
@@ -46,7 +46,7 @@ class Several:
 
     @property
     def independent(self) -> Quantiles:
-        """USD of all runs if each run has random draws of its own."""
+        """USD of all runs if each run has its own random draws."""
         luck = np.random.default_rng(0)
         total = np.zeros(simulation.RUNS)
         for part in self.parts:
@@ -56,7 +56,7 @@ class Several:
 
     @property
     def alike(self) -> Quantiles:
-        """USD of all runs if every run, of every file, has the same random draws."""
+        """USD of all runs if all runs of all files share the same random draws."""
         ranges = [part.one.times(part.times) for part in self.parts]
         p10, p50, p90, mean = (
             sum((getattr(one, name) for one in ranges), Decimal(0)) for name in ("p10", "p50", "p90", "mean")
@@ -69,7 +69,6 @@ class Several:
         return sum((part.times * part.max_usd for part in self.parts), Decimal(0))
 
     def lines(self) -> Iterator[str]:
-        """The table."""
         runs, (name, p10, *others) = sum(part.times for part in self.parts), QUANTILES
         whole = (("all, each with its own luck", self.independent), ("all, equally fast or slow", self.alike))
         rows = [(1, figures(part.name, part.one, 2)) for part in self.parts]

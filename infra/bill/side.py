@@ -1,5 +1,5 @@
-"""Prices one side of the bill: the run on spot, or on demand, on the dearest type and in the dearest zone that the
-fleet may pick.
+"""Prices the run in one market, such as spot or on demand: on the dearest type and in the dearest zone that the fleet
+may pick.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
+from functools import cached_property
 
 from gpufleet.infra.bill import lines, options
 from gpufleet.infra.bill.lines import Line
@@ -25,7 +26,7 @@ from gpufleet.job.kind import JobConfig, batch
 from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
 
 UNBOUND = Limits(max_usd=Decimal(10**9), max_hours=Decimal(10**9))
-FEW = 2_000  # simulated runs behind a figure that is only a comparison
+FEW = 2_000  # simulated runs for a figure that only serves to compare
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,12 +47,12 @@ class Quantiles:
         return Quantiles(p10=self.p10 * count, p50=self.p50 * count, p90=self.p90 * count, mean=self.mean * count)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Prepared:
     """A side before its runs are simulated: type, zone, price, lines, and the run's exposure to interruptions."""
 
     option: TypeCost
-    zone: str | None  # a zone id; None when one price holds in all zones
+    zone: str | None  # a zone id; None if all zones have the same price
     price: Price  # per node-hour
     lines: tuple[Line, ...]  # without interruptions
     runtime: Runtime
@@ -66,47 +67,90 @@ class Prepared:
         """The line of the node itself."""
         return next(line for line in self.lines if line.kind == "compute")
 
-    @property
+    @cached_property
     def total(self) -> Decimal:
         """USD of the run without interruptions: the sum of the lines."""
         return sum((line.amount for line in self.lines), Decimal(0))
 
     @property
     def unsimulated_usd(self) -> float:
-        """USD of the lines that the simulation does not have."""
+        """USD of the lines that are not simulated."""
         return float(self.total) - self.exposure.uninterrupted_usd
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Side(Prepared):
-    """A definition on one instance type, with the figures of its simulated runs."""
+    """A definition on one instance type, with its simulated runs. A figure is computed when it is first asked for: a
+    comparison has hundreds of sides and asks most of them for two or three.
+    """
 
-    usd: Quantiles  # within the limits of the definition
-    hours: Quantiles  # hours of each node
-    wall_hours: Quantiles  # including the waits for capacity
-    needed_usd: Quantiles  # without the limits: USD to finish the work
-    needed_hours: Quantiles
-    metered_usd: Quantiles  # needed_usd as the job's meter counts: interrupted first hours are not free
-    alone_usd: Quantiles  # needed_usd if only interruptions differed from the lines
-    interruptions: Quantiles  # whole numbers, except the mean, which a few runs with a high hazard dominate
-    probability_stopped: float  # the share of runs that a limit stops before the work is done
-    within: simulation.SimulatedRuns = field(repr=False, compare=False)  # the simulated runs behind usd
-    needed: simulation.SimulatedRuns = field(repr=False, compare=False)  # the simulated runs behind needed_usd
-    runs: int
+    within: simulation.SimulatedRuns = field(repr=False, compare=False)  # within the limits of the definition
+    needed: simulation.SimulatedRuns = field(repr=False, compare=False)  # without the limits: until the work is done
+    # the same, if only interruptions differed from the lines
+    alone: simulation.SimulatedRuns = field(repr=False, compare=False)
+
+    @cached_property
+    def usd(self) -> Quantiles:
+        """USD within the limits of the definition."""
+        return _usd(self, self.within.usd)
+
+    @cached_property
+    def hours(self) -> Quantiles:
+        """Hours of each node within the limits."""
+        return quantiles_of(self.within.hours)
+
+    @cached_property
+    def wall_hours(self) -> Quantiles:
+        """Hours within the limits, including the waits for capacity."""
+        return quantiles_of(self.within.wall_hours)
+
+    @cached_property
+    def needed_usd(self) -> Quantiles:
+        """USD to finish the work, without the limits."""
+        return _usd(self, self.needed.usd)
+
+    @cached_property
+    def needed_hours(self) -> Quantiles:
+        """Hours of each node to finish the work, without the limits."""
+        return quantiles_of(self.needed.hours)
+
+    @cached_property
+    def metered_usd(self) -> Quantiles:
+        """needed_usd as the job's meter counts: interrupted first hours are not free."""
+        return _usd(self, self.needed.metered_usd)
+
+    @cached_property
+    def alone_usd(self) -> Quantiles:
+        """needed_usd if only interruptions differed from the lines."""
+        return _usd(self, self.alone.usd)
+
+    @cached_property
+    def interruptions(self) -> Quantiles:
+        """Whole numbers, except the mean, which a few runs with a high hazard dominate."""
+        return quantiles_of(self.within.interruptions.astype(float))
+
+    @property
+    def probability_stopped(self) -> float:
+        """The share of runs that a limit stops before the work is done."""
+        return float(self.within.stopped.mean())
+
+    @property
+    def runs(self) -> int:
+        return len(self.within.usd)
 
     @property
     def trained_hours(self) -> Quantiles:
-        """Hours of training that a run keeps within the limits: repeated work is not counted."""
+        """Hours of training within the limits, without repeated work."""
         return quantiles_of(self.within.done_h)
 
     @property
     def idle_usd(self) -> Quantiles:
-        """USD for the time in which nodes wait for the others, without limits; zero on one node."""
+        """USD, without limits, for the time in which nodes wait for other nodes; zero for a single node."""
         return quantiles_of(self.needed.idle_hours * self.exposure.usd_h)
 
     @property
     def reserve(self) -> tuple[Decimal, Decimal]:
-        """USD, and hours of each node, that the job needs in order to stop before a limit."""
+        """USD, and hours of each node, that the job needs to stop before a limit."""
         hours, of = self.exposure.reserve_h, self.exposure
         return exact(hours * of.usd_h), exact(hours)
 
@@ -114,8 +158,8 @@ class Side(Prepared):
 def prepare(
     basis: BillBasis, types: Sequence[TypeCost], capacity: Capacity, *, likely: bool = False
 ) -> Prepared | None:
-    """The side before simulation; None when no listed type has both a price of this kind and a known speed. With
-    `likely` it uses the price that the fleet may expect, not that of its dearest zone.
+    """The side before simulation; None if no listed type has both a price in this market and a known speed. If
+    `likely`, it uses the price that the fleet may expect, not that of its dearest zone.
     """
     definition, catalog = basis.definition, basis.catalog
     extras = float(sum(charge.usd_per_hour for charge in lines.hourly_charges(definition, catalog)))
@@ -127,7 +171,7 @@ def prepare(
     bucket = lines.bucket_lines(definition, catalog, option.runtime, basis.dataset_bytes)
     offer = option.offers[capacity]
     chance = _chance(definition, option, basis.hazards) if WAYS[capacity].is_interrupted else 0.0
-    # Only prices that differ by zone change.
+    # only prices that differ by zone change with time
     age = ((basis.today or catalog.as_of) - hourly.as_of).days if offer.zones else 0
     return Prepared(
         option=option,
@@ -140,7 +184,7 @@ def prepare(
 
 
 def price_side(basis: BillBasis, types: Sequence[TypeCost], capacity: Capacity, *, runs: int) -> Side | None:
-    """The simulated side; None as for `prepare`."""
+    """The simulated side; None if `prepare` gives None."""
     prepared = prepare(basis, types, capacity)
     if prepared is None:
         return None
@@ -153,34 +197,17 @@ def price_side(basis: BillBasis, types: Sequence[TypeCost], capacity: Capacity, 
 
 def settle(
     prepared: Prepared,
-    outcome: simulation.SimulatedRuns,
+    within: simulation.SimulatedRuns,
     needed: simulation.SimulatedRuns,
-    alone: simulation.SimulatedRuns | None = None,
+    alone: simulation.SimulatedRuns,
 ) -> Side:
     """The side, from runs simulated within the limits, without limits, and with interruptions alone."""
-    usd, hours, wall_hours, metered_usd = _figures(outcome, prepared)
-    needed_usd, needed_hours = usd, hours
-    if needed is not outcome:
-        needed_usd, needed_hours, _, metered_usd = _figures(needed, prepared)
-    return Side(
-        **{spec.name: getattr(prepared, spec.name) for spec in fields(Prepared)},
-        usd=usd,
-        hours=hours,
-        wall_hours=wall_hours,
-        needed_usd=needed_usd,
-        needed_hours=needed_hours,
-        metered_usd=metered_usd,
-        alone_usd=needed_usd if alone is None else _figures(alone, prepared)[0],
-        interruptions=quantiles_of(outcome.interruptions.astype(float)),
-        probability_stopped=float(outcome.stopped.mean()),
-        within=outcome,
-        needed=needed,
-        runs=len(outcome.usd),
-    )
+    known = {spec.name: getattr(prepared, spec.name) for spec in fields(Prepared)}
+    return Side(**known, within=within, needed=needed, alone=alone)
 
 
 def cadence(side: Side) -> BestInterval | None:
-    """The checkpoint interval that costs least. None without interruptions or saves, or if the run never ends."""
+    """The checkpoint interval that costs least; None if there are no interruptions or saves, or the run has no end."""
     saves = sum(phase.saves for phase in side.runtime.phases)
     if not side.exposure.chance.median or not saves or not side.exposure.phase_ends_h[-1]:
         return None
@@ -188,7 +215,7 @@ def cadence(side: Side) -> BestInterval | None:
 
 
 def span_usd(side: Side) -> dict[str, tuple[Decimal, Decimal]]:
-    """P10 and p90 of USD to finish without interruptions if only `speed` or only `price` is unknown."""
+    """p10 and p90 of USD to finish without interruptions, if only `speed` or only `price` is unknown."""
     of, total = side.exposure, side.total
     ranges = {}
     ends_h, compute_usd = of.phase_ends_h[-1], of.uninterrupted_h * of.compute_usd_h
@@ -208,17 +235,17 @@ def span_usd(side: Side) -> dict[str, tuple[Decimal, Decimal]]:
 def supposed(
     side: Side, *, interrupted: bool, measured: bool
 ) -> tuple[tuple[tuple[str, float, Decimal], ...], Quantiles | None]:
-    """USD to finish under other assumptions: (word, interruptions per node-hour, mean USD) for each word, if
-    `interrupted`; and with `measured` the range if the job had been measured on this GPU, else None.
+    """USD to finish under other assumptions. First, if `interrupted`: for each word, (word, interruptions per
+    node-hour, mean USD). Second, if `measured`: the range as if the job had been measured on this GPU; else None.
     """
     unlimited, words = side.exposure.unlimited, HAZARD_WORDS if interrupted else ()
     exposures = [replace(unlimited.interruptions_alone, hazard=hazard) for _, hazard in words]
     if measured:
         known = replace(side.exposure.unknown, faster=unknown.MEASURED, slower=unknown.MEASURED)
         exposures.append(replace(unlimited, unknown=known))
-    # all simulations together, because they take longest
+    # all simulations in one call, because that saves the most time
     outcomes = simulation.simulate_each(exposures, runs=min(FEW, side.runs))
-    usd = [_figures(outcome, side)[0] for outcome in outcomes]
+    usd = [_usd(side, outcome.usd) for outcome in outcomes]
     at_hazards = ((word, hazard, quantiles.mean) for (word, hazard), quantiles in zip(words, usd, strict=False))
     return tuple(at_hazards), usd[-1] if measured else None
 
@@ -252,7 +279,7 @@ def _exposure(
     nodes = definition.nodes
     stated, missed = definition.estimate.capacity_wait_minutes, definition.estimate.notice_missed
     wait_h, wait_sigma = wait(len(definition.fleet.zones), nodes)
-    if stated is not None:  # the mean
+    if stated is not None:  # the mean wait
         wait_h = float(stated) / 60 * math.exp(-(wait_sigma**2) / 2)
     ends, worked_h = [], 0.0
     for phase in runtime.phases:
@@ -297,7 +324,7 @@ def _max_hours(definition: StackDefinition) -> float:
 
 
 def _unknown(definition: StackDefinition, option: TypeCost, runtime: Runtime, price_age_days: int) -> Unknown:
-    """The uncertainty of the run other than interruptions."""
+    """The uncertainties of the run other than interruptions."""
     return Unknown(
         faster=runtime.faster,
         slower=runtime.slower,
@@ -310,7 +337,9 @@ def _unknown(definition: StackDefinition, option: TypeCost, runtime: Runtime, pr
 
 
 def reserve_h(config: JobConfig, option: TypeCost) -> float:
-    """Hours before a limit at which the job's meter stops it at the end of its work, so that all is saved by then."""
+    """At the end of its work, the job's meter stops it this many hours before a limit, so that everything is saved in
+    time.
+    """
     notice = [
         NoticeEstimate(type=noticed.type, phase=noticed.phase, seconds=noticed.total_s) for noticed in option.notices
     ]
@@ -323,10 +352,10 @@ def reserve_h(config: JobConfig, option: TypeCost) -> float:
 
 
 def _chance(definition: StackDefinition, option: TypeCost, hazards: Hazards) -> Hazard | float:
-    """Interruptions per node-hour: the definition's figure, else what was learned about the type, else the prior.
+    """Interruptions per node-hour: the definition's figure, or what was learned about the type, or the prior.
 
-    The figure of one zone is used only for a fleet in that zone alone. Any other fleet may get a zone without history,
-    so the figure of the type is used for it.
+    What was learned about one zone is used only for a fleet in that zone alone: any other fleet may get a zone without
+    history, so the figure of the type is used.
     """
     fixed = definition.estimate.hazard_per_hour
     if fixed is not None:
@@ -335,14 +364,8 @@ def _chance(definition: StackDefinition, option: TypeCost, hazards: Hazards) -> 
     return find(hazards, option.type, zones[0] if len(zones) == 1 else None, option.instance.gpu_count)
 
 
-def _figures(outcome: simulation.SimulatedRuns, of: Prepared) -> tuple[Quantiles, Quantiles, Quantiles, Quantiles]:
-    """USD, node-hours, hours by the clock, and USD as the job's meter counts.
-
-    Dollars are the exact total without interruptions plus the simulated difference: no interruption costs exactly
-    nothing.
+def _usd(of: Prepared, usd: Floats) -> Quantiles:
+    """The figures of simulated dollars: the exact total without interruptions plus the simulated difference, so that no
+    interruption costs exactly nothing.
     """
-    exposure, total = of.exposure, of.total
-    beyond = [usd - exposure.uninterrupted_usd for usd in (outcome.usd, outcome.metered_usd)]
-    values = (beyond[0], outcome.hours, outcome.wall_hours, beyond[1])
-    usd, hours, wall_hours, metered_usd = map(quantiles_of, values)
-    return usd.plus(total), hours, wall_hours, metered_usd.plus(total)
+    return quantiles_of(usd - of.exposure.uninterrupted_usd).plus(of.total)

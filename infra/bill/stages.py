@@ -1,9 +1,9 @@
 """Makes the bill of a run in stages: the bill of each stage with its range, their sum, and each stage's share of the
 limits.
 
-A stage may use the file's limits minus the needs of later stages, which are the metered p50 and the clean stop of each.
-So an early stage that costs too much takes no money from a later one, and money that an early stage saves is for later
-ones. The node counts what earlier stages have really spent (job/contract/spent.py).
+A stage may use the file's limits minus what later stages need: the metered p50 and the clean stop of each. So a stage
+that costs too much takes no money from later stages, and money that it saves goes to them. The node counts what earlier
+stages have really spent (job/contract/spent.py).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from gpufleet.infra.show.sheet import Column, Sheet, plain
 from gpufleet.infra.text import about_hours
 from gpufleet.job.text import counted
 
-Need = tuple[Decimal, Decimal]  # USD as the meter counts, and node-hours, of half of the runs, with a clean stop
+Need = tuple[Decimal, Decimal]  # metered USD and node-hours that half of the runs need, with a clean stop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedBill:
-    """The bills of all stages. `launched` has each stage as it runs, with limits for the stage together with all stages
-    before it.
+    """The bills of all stages. `launched`: each stage as it runs; its limits are for it and all stages before it
+    together.
     """
 
     whole: StackDefinition
@@ -43,12 +43,12 @@ class StagedBill:
 
     @property
     def usd(self) -> Quantiles:
-        """USD of the whole run, if each stage has random draws of its own."""
+        """USD of the whole run, if each stage has its own random draws."""
         return self.together.independent
 
     @property
     def wall_h(self) -> Decimal:
-        """Hours by the clock, the sum of the stages' medians."""
+        """Wall-clock hours: the sum of the stages' medians."""
         return sum((bill.chosen.wall_hours.p50 for bill in self.bills), Decimal(0))
 
     def lines(self) -> Iterator[str]:
@@ -111,8 +111,8 @@ COLUMNS = (
 def price_stages(
     whole: StackDefinition, price: Callable[[StackDefinition], Bill], today: date
 ) -> tuple[StagedBill | None, list[Problem]]:
-    """The bill, and the problems that refuse the definition. There is no bill if the limits do not pay for half of all
-    runs. `price` gives the bill of one stage, and its errors are raised.
+    """The bill, and reasons to refuse the definition. There is no bill if the limits do not pay for half of all runs.
+    `price` gives the bill of one stage; its errors are raised.
     """
     needs = [_need(price(stage)) for stage in whole.stages]
     if wrong := list(_too_low(whole, needs)):
@@ -149,5 +149,5 @@ def _too_low(whole: StackDefinition, needs: Sequence[Need]) -> Iterator[Problem]
     for at, (key, limit, least, unit) in enumerate(parts):
         if limit < least:
             by_stage = ", ".join(f"{stage.stage} {need[at]}" for stage, need in zip(whole.stages, needs, strict=True))
-            allowed = f"at least {least} {unit}: half of the simulated runs need that or more in {by_stage}"
+            allowed = f"at least {least} {unit}: half of the simulated runs need this or more in {by_stage}"
             yield whole.problem(key, str(limit), allowed)

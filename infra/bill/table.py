@@ -1,6 +1,5 @@
-"""The bill as text for people: plain ASCII, at most 100 columns, one block for Pulumi's Diagnostics or a terminal.
-
-docs/bill.md says what each figure means; figures that are not in the table are in the JSON.
+"""The bill as text for people: plain ASCII, at most 100 columns, for Pulumi's Diagnostics or a terminal. docs/bill.md
+says what each figure means; figures that are not in the table are in the JSON.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ def render(
     cheaper: Iterable[str] | None = None,
     fallbacks: Sequence[Fallback] = (),
 ) -> str:
-    """The whole bill. With `today` it also says how old the prices are; with `accuracy`, a Score of
-    infra.evidence.receipts, how right earlier bills were; with `cheaper` the lines of infra.compare.cheaper; with
-    `fallbacks` what the run costs with them.
+    """The whole bill. Optional parts: `today` for the age of prices; `accuracy`, a Score of infra.evidence.receipts,
+    for how right earlier bills were; `cheaper`, the lines of infra.compare.cheaper; `fallbacks` for what the run costs
+    with them.
     """
     types = [_types(bill)] if len(bill.types) > 1 else []
     options = [] if cheaper is None else [cheaper]
@@ -86,9 +85,7 @@ def _lines(bill: Bill) -> Iterator[str]:
 
 
 def interruptions_usd(bill: Bill) -> Decimal:
-    """The USD that interruptions add to a run that finishes. The bill's own line also counts runs that a limit
-    stops.
-    """
+    """The USD that interruptions add to a run that finishes. The bill's line also contains what a limit cuts off."""
     return bill.chosen.alone_usd.p50 - bill.chosen.total
 
 
@@ -111,8 +108,8 @@ def _totals(bill: Bill, fallbacks: Sequence[Fallback]) -> Iterator[str]:
     if within:
         rows.append(figures("USD to finish, were there no limit", chosen.needed_usd))
     rows += _parts(bill)
-    # The mean is not shown, because it depends on a few runs that hardly get beyond a first hour: it differs between a
-    # million runs and 10,000.
+    # The mean is not shown, because it depends on a few runs that hardly get beyond a first hour: with 10,000 simulated
+    # runs it differs from that of a million.
     counted_usd = (*figures(f"USD {AS_COUNTED}", chosen.metered_usd)[:4], "-")
     beside = bill.cap is not None and counted_usd[2:4] != figures("", chosen.needed_usd)[2:4]
     if beside:
@@ -129,7 +126,7 @@ def _totals(bill: Bill, fallbacks: Sequence[Fallback]) -> Iterator[str]:
 
 
 def _parts(bill: Bill) -> Iterator[tuple[str, ...]]:
-    """The parts of the range, each with everything else as in the lines; and the range after a calibration."""
+    """The range of each single uncertainty, with everything else as in the lines; and the range after a calibration."""
     if bill.market.is_interrupted:
         yield figures("  interruptions alone", bill.chosen.alone_usd)
     if bill.chosen.idle_usd.mean:
@@ -148,7 +145,7 @@ _SPEED = {"measured": "measured", "declared": "as declared", "guessed": "guessed
 
 
 def _limits_note(bill: Bill) -> str:
-    """An addition to "p50" for a run that a limit may stop: its p50 is not that of finishing. Else empty."""
+    """What to add to "p50" if a limit may stop the run, because that p50 is not the cost to finish; else empty."""
     if bill.buys is not None:
         return ""
     stopped = bill.chosen.probability_stopped >= 0.01 or bill.usd.p50 != bill.chosen.needed_usd.p50
@@ -156,7 +153,7 @@ def _limits_note(bill: Bill) -> str:
 
 
 def figures(name: str, values: Quantiles, digits: int | None = None) -> tuple[str, ...]:
-    """A row with QUANTILES of dollars or hours. `digits`: number of decimals; None: as many as the figure needs."""
+    """A row with QUANTILES of dollars or hours. `digits`: the number of decimals; None for as many as it needs."""
     digits = (2 if values.p90 >= Decimal("0.1") else 4) if digits is None else digits
     return name, *(f"{value:.{digits}f}" for value in (values.p10, values.p50, values.p90, values.mean))
 
@@ -235,7 +232,7 @@ def _phases(bill: Bill) -> Iterator[str]:
 
 
 def _notice(notice: Notice | None) -> str | None:
-    """Whether a save and its upload fit AWS's notice."""
+    """A cell that says whether a save and its upload can be done within AWS's notice."""
     if notice is None:
         return None
     if not notice.saves:
@@ -251,7 +248,7 @@ def _memory(fit: Fit) -> str:
 
 
 def _held_by(fit: Fit, time: PhaseTime | None) -> str:
-    """A sentence about what bounds a phase's steps and what fills its memory; empty when neither is known."""
+    """A sentence about what takes most of a phase's steps and what fills its memory; empty if neither is known."""
     parts = []
     if time is not None and time.bound:
         parts.append(f"most of a step is {time.bound}, by the data sheet")
@@ -262,7 +259,7 @@ def _held_by(fit: Fit, time: PhaseTime | None) -> str:
 
 
 def _trained(bill: Bill) -> str:
-    """The share of the billed GPU-hours at p50 in which the job works, and dollars for one such hour."""
+    """A sentence: in which share of the billed GPU-hours at p50 the job takes steps, and what such an hour costs."""
     runtime, exposure = bill.chosen.runtime, bill.chosen.exposure
     (option,) = (listed for listed in bill.types if listed.type == bill.chosen.type)
     billed_h = float(bill.hours.p50) * option.instance.gpu_count
@@ -277,7 +274,7 @@ def _trained(bill: Bill) -> str:
 
 
 def _setup_and_idle(bill: Bill) -> str:
-    """The hours of a node that are not in the phases: set-up, and idle time at the end."""
+    """A sentence about the hours outside of the phases: set-up, and idle time at the end."""
     runtime = bill.chosen.runtime
     source = f" (from {runtime.setup_source})" if runtime.setup_source else ""
     parts = [f"{runtime.setup_s / 60:.1f} min of set-up before the first phase{source}"]
@@ -313,7 +310,7 @@ def _rest(bill: Bill, today: date | None, accuracy: object, fallbacks: Sequence[
 
 
 def goals(bill: Bill) -> Iterator[str]:
-    """A sentence about the goals and the chance of each; nothing without a goal."""
+    """A sentence about the goals and the chance of each; nothing if there is no goal."""
     if not bill.goals:
         return
     phrases = [
@@ -331,8 +328,8 @@ def kept_sentence(bill: Bill) -> str:
 
 
 def price_age(bill: Bill, today: date) -> str:
-    """The age of the price of compute, and the share of the dollars whose prices are older than the definition allows.
-    It is a share of the uninterrupted run's dollars, because the line `interruptions` has no price of its own.
+    """The age of the price of compute, and which share of the dollars has prices older than the definition allows. This
+    is a share of the uninterrupted run's dollars, because the line `interruptions` has no price of its own.
     """
     age = bill.market.price_age((today - bill.chosen.price.as_of).days)
     old = stale_prices(bill, today)
@@ -340,7 +337,7 @@ def price_age(bill: Bill, today: date) -> str:
 
 
 def stale_prices(bill: Bill, today: date) -> str:
-    """The share of the dollars whose prices are older than the definition allows; empty for none."""
+    """Which share of the dollars has prices older than the definition allows; empty if none has."""
     old = [line for line in bill.chosen.lines if (today - line.as_of).days > bill.max_price_age_days]
     if not old or not bill.chosen.total:
         return ""
@@ -365,7 +362,7 @@ def _interruptions(bill: Bill) -> str:
 
 
 def _negative(bill: Bill) -> str:
-    """Why the line `interruptions` is negative; empty when it is not."""
+    """Why the line `interruptions` is negative; empty if it is not."""
     if interruptions_usd(bill) >= 0:
         return ""
     return " Their line is negative: AWS does not charge an interrupted first hour."

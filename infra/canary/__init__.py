@@ -1,1 +1,1 @@
-"""The first run on an account: what it asks AWS, what it does there, and what AWS's answers say about this project."""
+"""The canary: a first run on an account, which shows whether this project's assumptions about AWS hold there."""

@@ -1,6 +1,8 @@
-"""What this project takes for granted of AWS, as rows of assumptions.yaml, and what a canary's facts say of each.
+"""What this project assumes about AWS, as rows of assumptions.yaml, and what a canary's facts say about each
+assumption.
 
-A row names one fact, or one call, and one expectation. A fact that did not come is *not met*, never held.
+A row names one fact or one call, and one expectation. If the fact was not seen, the assumption is *not met*, never
+held.
 """
 
 from __future__ import annotations
@@ -22,29 +24,29 @@ FILE = Path(__file__).with_name("assumptions.yaml")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumption:
-    """One row. Exactly one of the three ways to look has a value, and `seen` one expectation."""
+    """One row of the file. Exactly one of `seen`, `answer` and `ask` has a value."""
 
     id: str
-    says: str  # a sentence
+    says: str  # the assumption, as a sentence
     where: str  # the file of this project that relies on it
     source: str  # the document or observation that supports it
-    seen: str = ""  # a fact
-    answer: str = ""  # a call, SERVICE.Operation; `has` are the fields that the program reads in its answer
+    seen: str = ""  # the name of a fact, whose value is compared with `expected`
+    answer: str = ""  # a call (SERVICE.Operation) whose answer must have the fields `has`
     has: tuple[str, ...] = ()
-    ask: str = ""  # a call that AWS refuses with `refused`: SERVICE.operation
-    given: Mapping[str, Any] | None = None  # its arguments
+    ask: str = ""  # a call (SERVICE.operation) that AWS must refuse with the code `refused`
+    given: Mapping[str, Any] | None = None  # the arguments of this call
     refused: str = ""
     expected: tuple[str, Any] = ("", None)  # the expectation's name and value
 
     @property
     def fact(self) -> str:
-        """The fact in which the answer to `ask` is kept, else `seen`."""
+        """The name of the fact that holds the answer to `ask`; for other rows, `seen`."""
         return f"refused.{self.id}" if self.ask else self.seen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """What was seen of one assumption."""
+    """What a canary showed about one assumption."""
 
     assumption: Assumption
     state: State
@@ -60,7 +62,7 @@ EXPECTATIONS = ("is", "at_most", "at_least", "one_of", "like", "within")
 
 @cache
 def known() -> tuple[Assumption, ...]:
-    """Every assumption, in the file's order."""
+    """All assumptions, in the file's order."""
     rows = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     return tuple(_assumption(row) for row in rows)
 
@@ -74,7 +76,7 @@ def _assumption(row: dict[str, Any]) -> Assumption:
 
 
 def judge(facts: FlightFacts) -> list[Judgement]:
-    """Every assumption, as the facts have it."""
+    """What the facts show about each assumption."""
     return [_judged(assumption, facts) for assumption in known()]
 
 

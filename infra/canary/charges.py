@@ -1,4 +1,4 @@
-"""What AWS charged for a canary, which Cost Explorer tells a day later: `gpufleet canary --bill`."""
+"""Adds AWS's charges for a canary, which Cost Explorer shows a day later: `gpufleet canary --bill`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gpufleet.infra.evidence.proofs import Proof
 from gpufleet.job import atomic
 from gpufleet.job.contract.receipt import Receipt, parse
 
-FOLDER = Path(".gpufleet", "canary", "receipts")  # they name runs and nodes, so they are not kept in proofs/
-_FACTS = "charged."  # how the names of these facts begin
+FOLDER = Path(".gpufleet", "canary", "receipts")  # receipts name runs and nodes, so they are not kept in proofs/
+_FACTS = "charged."  # the first part of these facts' names
 
 
 def keep(receipts: Sequence[Receipt], proof: Path, root: Path) -> None:
-    """Keeps a canary's receipts for the day after."""
+    """Keeps a canary's receipts for `gpufleet canary --bill`."""
     place = root / FOLDER / proof.stem
     place.mkdir(parents=True, exist_ok=True)
     for receipt in receipts:
@@ -34,25 +34,25 @@ def keep(receipts: Sequence[Receipt], proof: Path, root: Path) -> None:
 
 
 def kept_receipts(proof: Proof, root: Path) -> list[Receipt]:
-    """Its receipts. Raises GpufleetError when they are not here."""
+    """The receipts of the proof's canary. Raises GpufleetError if they are not on this machine."""
     receipts = [parse(path.read_bytes()) for path in sorted((root / FOLDER / proof.path.stem).glob("*.json"))]
     if not receipts:
         raise GpufleetError(
-            f"the receipts of {proof.path} are not on this machine: ask for its bill where the canary flew"
+            f"the receipts of {proof.path} are not on this machine: run this on the machine that ran the canary"
         )
     return receipts
 
 
 def judged(proof: Proof, receipts: Sequence[Receipt], ce: Any, today: date) -> Iterator[str]:
-    """Each receipt's lines beside the charges. They are added to `proof.tree`, with what they say of the assumptions.
-    Raises AwsRefused where Cost Explorer has none.
+    """Yields each receipt's lines beside AWS's charges. Adds the charges to `proof.tree`, with what they show about the
+    assumptions. Raises AwsRefused if Cost Explorer has no charges yet.
     """
     facts, usd = FlightFacts(), defaultdict[str, Decimal](Decimal)  # by stack
     for receipt in receipts:
         charges = actual_bill.charged(ce, receipt, today)
         yield from actual_bill.compared(receipt, charges, today)
         if not charges.usd:
-            raise AwsRefused(f"Cost Explorer has no charge of {receipt.stack} yet: ask again a day after the canary")
+            raise AwsRefused(f"Cost Explorer has no charge of {receipt.stack} yet: try again a day after the canary")
         _add(facts, receipt, charges)
         usd[receipt.stack] += charges.total
     verdicts = {

@@ -1,6 +1,7 @@
-"""What a canary has seen: values by the name of a fact, as many as came, and the first answer of each call to AWS.
+"""What a canary has seen: the values of each fact, and the first answer of each call to AWS.
 
-Nothing that names an account, a machine, a person or a key leaves this module (`redacted`): the file is for strangers.
+Nothing that identifies an account, a machine, a person or a key leaves this module (`redacted`), because strangers may
+read the file.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-LATE = "not within {:g} s"  # a value in the place of a time that did not come
-LONGEST = 2  # items of a list in a recorded answer
+LATE = "not within {:g} s"  # the value in place of a time that was not reached
+LONGEST = 2  # most items of a list in a recorded answer
 TAKEN_OUT = "(taken out)"
-# Keys in AWS's answers whose values are taken out. Such a value identifies a person, an account or a machine, or it is
-# a key, a token or a password.
+# Keys in AWS's answers whose values are taken out, because they identify a person, an account or a machine, or are a
+# key, a token or a password.
 _PRIVATE = {
     "accountid", "arn", "clienttoken", "displayname", "hostid", "keyname", "nexttoken", "ownerid", "principalid",
     "privatednsname", "publicdnsname", "requestid", "reservationid", "secretaccesskey", "sessiontoken", "userdata",
@@ -35,11 +36,11 @@ _PATTERNS = (
     (re.compile(r"\b[0-9a-f]{32,64}\b"), TAKEN_OUT),
     (re.compile(r"\b[A-Za-z0-9+/]{40,}={0,2}"), TAKEN_OUT),
 )
-_KEPT = re.compile(r"sha256:[0-9a-f]{64}")  # of public images
+_KEPT = re.compile(r"sha256:[0-9a-f]{64}")  # digests of public images
 
 
 def redacted(value: Any) -> Any:
-    """Returns the value as JSON has it. What identifies an account, a machine or a person is taken out, and so are keys
+    """The value in JSON's types, without anything that identifies an account, a machine or a person, and without keys
     and signatures. Lists are cut to LONGEST.
     """
     if isinstance(value, Mapping):
@@ -63,17 +64,16 @@ def redacted(value: Any) -> Any:
 
 
 class FlightFacts:
-    """What was seen so far. Safe to call from any thread."""
+    """The facts seen so far. Any thread may call it."""
 
     def __init__(self) -> None:
         self.seen: dict[str, list[Any]] = {}
-        self.answers: dict[str, Any] = {}  # by SERVICE.Operation: redacted
-        self._raw: dict[str, list[Any]] = {}  # by SERVICE.Operation, for `fields`
+        self.answers: dict[str, Any] = {}  # redacted, by SERVICE.Operation
+        self._raw: dict[str, list[Any]] = {}  # not redacted, by SERVICE.Operation, for `lacking`
         self._watched: set[int] = set()
         self._lock = threading.Lock()
 
     def add(self, name: str, value: Any) -> None:
-        """Adds one more value of the fact `name`."""
         with self._lock:
             self.seen.setdefault(name, []).append(value)
 
@@ -99,9 +99,7 @@ class FlightFacts:
                 self.answers[name] = answer
 
     def lacking(self, call: str, paths: list[str]) -> list[str] | None:
-        """Returns those of the paths (such as Fleets[].FleetId) that are missing in the items of every answer to the
-        call. Returns None if no answer had such items.
-        """
+        """Those of the paths (such as Fleets[].FleetId) that all answers lack; None if no answer had items."""
         presence = [{path: _has(answer, path.split(".")) for path in paths} for answer in self._raw.get(call, [])]
         known = [by_path for by_path in presence if all(has is not None for has in by_path.values())]
         if not known:
@@ -110,14 +108,12 @@ class FlightFacts:
 
 
 def _has(answer: Any, path: list[str]) -> bool | None:
-    """Whether the answer has a value at the path, in each item of every list on the way. None: a list on the way is
-    empty.
-    """
+    """Whether each item of every list on the path has a value at its end; None if such a list is empty."""
     if not path:
         return answer is not None
     name = path[0].removesuffix("[]")
     if not isinstance(answer, Mapping) or name not in answer:
-        return None if path[0].endswith("[]") else False  # S3 leaves out a list that is empty
+        return None if path[0].endswith("[]") else False  # S3 leaves out empty lists
     if not path[0].endswith("[]"):
         return _has(answer[name], path[1:])
     inside = [_has(item, path[1:]) for item in answer[name]]

@@ -1,5 +1,6 @@
-"""A canary's flight: the phases of its three runs, by the commands and the engine of any run, and the facts that they
-leave. It ends with nothing in the account, whatever happens, and asks AWS whether that is so.
+"""A canary's flight: the phases of its three runs, which use the same commands and engine as any run, and the facts
+that they show. Whatever happens, the flight at last removes everything from the account, and asks AWS whether that is
+so.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Act = Callable[[StackDefinition, ObservedNode], None]
 
 
 class EngineResult(Protocol):
-    """What a command of the engine did."""
+    """The result of a command of the engine."""
 
     @property
     def ok(self) -> bool: ...
@@ -52,7 +53,7 @@ class EngineResult(Protocol):
 
 
 class StackEngine(Protocol):
-    """One stack of the canary's project."""
+    """One Pulumi stack of the canary's project."""
 
     @property
     def name(self) -> str: ...
@@ -62,18 +63,18 @@ class StackEngine(Protocol):
 
 
 class PhaseError(GpufleetError):
-    """A phase did not end as it has to: what comes after it is not met."""
+    """A phase did not end as it must. Assumptions that later phases would show are then *not met*."""
 
 
 @dataclass(kw_only=True)
 class Flight:
-    """One canary. `client` gives boto3's clients, whose answers are recorded."""
+    """One canary. `client` makes boto3's clients."""
 
     project: Path
     scale: Scale
     client: Callable[[str], Any]
     engine: Callable[[str], AbstractContextManager[StackEngine]]
-    environment: Mapping[str, str]  # of commands
+    environment: Mapping[str, str]  # for the commands that it runs
     by_notice: bool  # whether the account may have FIS interrupt a node
     say: Callable[[str], None]
     sleep: Callable[[float], None] = time.sleep
@@ -88,8 +89,8 @@ class Flight:
         return self.facts.watched(self.client(service))
 
     def fly(self) -> str:
-        """Every phase; why it ended early, empty when it did not. KeyboardInterrupt passes through, after everything
-        is removed.
+        """Runs every phase. Returns why it ended early; empty if it did not. KeyboardInterrupt is raised again once
+        everything is removed.
         """
         why = ""
         try:
@@ -106,12 +107,12 @@ class Flight:
         return why
 
     def interrupted(self) -> None:
-        """The run that loses a node with notice and one that ends itself, goes on, and ends by itself."""
+        """The first run: it loses a node with notice, and another that ends itself; it goes on, and ends by itself."""
         with self.engine(RUN) as engine:
             stack = self._up(RUN, engine)
             done = self._watch(stack, self._interrupt if self.by_notice else None)
             self.facts.add("end.reason", done.reason)
-            # by now no node of it reads the hour any more
+            # by now no node of the run reads the hour any more
             stops = probes.stops_begin(self.facts, stack, self.asked, self.scale.stop_s)
             folder = self._results(stack)
             probes.bucket(self.facts, self.asked("s3"), folder.bucket)
@@ -120,7 +121,7 @@ class Flight:
             self._destroy(stack, engine)
 
     def stopped(self) -> None:
-        """The run that `gpufleet stop` asks to end."""
+        """The second run, which `gpufleet stop` asks to end."""
         asked_at = list[float]()
 
         def stop(stack: StackDefinition, node: ObservedNode) -> None:
@@ -134,14 +135,14 @@ class Flight:
         with self._renewed("stop") as engine:
             stack = self._up(CAP, engine)
             done = self._watch(stack, stop)
-            if asked_at and done.reason not in LIMITS:  # else its boot took so long that a limit came first
+            if asked_at and done.reason not in LIMITS:  # otherwise the boot took so long that a limit came first
                 self.facts.add("stop.reason", done.reason)
                 self.facts.add("stop.ended_s", max((epoch(done.at) or time.time()) - asked_at[0], 0.0))
             self._results(stack)
             self._destroy(stack, engine)
 
     def capped(self) -> None:
-        """The run that meets its cap."""
+        """The third run, which meets its cap."""
         with self._renewed("cap") as engine:
             stack = self._up(CAP, engine)
             done = self._watch(stack)
@@ -175,7 +176,9 @@ class Flight:
         return stack
 
     def wait_for(self, fact: str, look: Callable[[], Any], most_s: float) -> Any:
-        """What `look` finds once it finds something; the fact has the seconds. Raises PhaseError when it never does."""
+        """Waits until `look` finds something, returns it, and adds the seconds as a fact. Raises PhaseError if it never
+        does.
+        """
         began = self.clock()
         while not (seen := look()):
             if self.clock() - began > most_s:
@@ -186,7 +189,7 @@ class Flight:
         return seen
 
     def _watch(self, stack: StackDefinition, act: Act | None = None) -> Done:
-        """Follows the run to its end, and acts once on the first node that has published a checkpoint."""
+        """Follows the run to its end; once, calls `act` with the first node that has published a checkpoint."""
         ec2, s3 = self.asked("ec2"), self.asked("s3")
         nodes: dict[str, ObservedNode] = {}
         news, announced = self.clock(), set[int]()
@@ -223,7 +226,7 @@ class Flight:
         return done
 
     def _look(self, stack: StackDefinition, node: dict[str, Any], nodes: dict[str, ObservedNode], step: int) -> None:
-        """Takes in what AWS says of one node."""
+        """Adds what AWS says about one node."""
         name, state = node["InstanceId"], node["State"]["Name"]
         if state in GONE and name in nodes and not nodes[name].gone_at:
             nodes[name].gone_at = time.time()
@@ -254,7 +257,7 @@ class Flight:
             add("volume.gib", volume["Size"])
 
     def _obstacles(self, stack: StackDefinition) -> str:
-        """Why the run has no node, as the history of its fleet says."""
+        """Why the run has no node, by the history of its fleet."""
         ec2 = self.asked("ec2")
         fleet = fleets_of(ec2, stack)[0]
         causes = [
@@ -265,7 +268,7 @@ class Flight:
         return "; ".join(dict.fromkeys(causes)) or "AWS gives no reason"
 
     def _interrupt(self, stack: StackDefinition, node: ObservedNode) -> None:
-        self.say(f"{stack.name}: node {node.number} is taken away, with notice")
+        self.say(f"{stack.name}: node {node.number} is interrupted, with notice")
         try:
             experiment = notice.interrupt(stack, node.id, self.asked, self.sleep)
             state = self.asked("fis").get_experiment(id=experiment)["experiment"]["state"]["status"]
@@ -274,10 +277,10 @@ class Flight:
         except ClientError as error:
             self.say(f"{stack.name}: no notice: {refusals.refusal(error)}")
             self.by_notice = False
-        self._prepare(CAP)  # while AWS takes its two minutes
+        self._prepare(CAP)  # during the two minutes of the notice
 
     def _ended(self, stack: StackDefinition, done: Done, nodes: dict[str, ObservedNode]) -> None:
-        """What a run that is over has left: of its fleet, its nodes and its history."""
+        """Adds what a run that is over has left: its fleet, its nodes and its history."""
         ec2, add, run = self.asked("ec2"), self.facts.add, stack.name
         folder = find_folder(self.asked("s3"), stack)
         assert folder is not None
@@ -295,7 +298,7 @@ class Flight:
         for node in nodes.values():
             of = {sub_type: when for sub_type, when, name in events if name == node.id}
             add("history.launched", LAUNCHED in of)
-            if node.number < len(nodes):  # the last one has ended the fleet
+            if node.number < len(nodes):  # the last node has ended the fleet
                 add("history.ended", TERMINATED in of)
             traces.add_node(self.facts, folder, node, of.get(TERMINATED))
         for instance in nodes_of(ec2, stack):
@@ -305,7 +308,7 @@ class Flight:
             add("timer.ended", True)
 
     def _results(self, stack: StackDefinition) -> RunFolder:
-        """Brings the results, and takes in receipt, outputs, log and checkpoints."""
+        """Downloads the results, and adds receipt, outputs, log and checkpoints to the facts."""
         add, name = self.facts.add, stack.name
         target = self.project / "results" / name
         self.command("results", name, "--to", str(target))
@@ -346,17 +349,17 @@ class Flight:
         try:
             self.wait_for("fleet.deleted_s", gone, self.scale.patience_s)
         except PhaseError as error:
-            self.say(str(error))  # this launches nothing and costs nothing, so the flight goes on
+            self.say(str(error))  # the flight goes on, because such a fleet launches nothing and costs nothing
 
     def _left(self, stack: StackDefinition) -> list[Left]:
-        """What of the stack is still there that nobody asked for, but for FIS's role, which goes last."""
+        """The stack's unwanted leftovers, except the role of FIS, which is removed last."""
         return [leftover for leftover in self._resources(stack) if leftover.unwanted and leftover.id != notice.ROLE]
 
     def _resources(self, stack: StackDefinition) -> list[Left]:
         return list(leftovers.look(stack, lambda service, region: self.asked(service), datetime.now(UTC)))
 
     def leave_nothing(self) -> None:
-        """Removes whatever is there of both stacks, and says whether AWS shows nothing more of them."""
+        """Removes everything of both stacks, and prints whether AWS still shows something of them."""
         try:
             if self.by_notice:
                 notice.forget(self.client)
@@ -371,17 +374,17 @@ class Flight:
                 sweep.delete(lambda: self._left(stack), self.client, pause=self.sleep, say=self.say)  # noqa: B023
             remains += [leftover for leftover in self._left(stack) if leftover.kind != "fleet" or leftover.bills]
             doubtful += [leftover for leftover in self._resources(stack) if not leftover.ours]
-        for leftover in doubtful:  # a kill between CreateBucket and its tags
+        for leftover in doubtful:  # a canary may have been killed between CreateBucket and the bucket's tags
             self.say(f"Perhaps of a canary that was killed: {leftover.kind} {leftover.id}, which has no tags")
         if remains:
             self.say("STILL THERE: " + ", ".join(f"{leftover.kind} {leftover.id}" for leftover in remains))
             self.say(f"Look again with: cd {self.project} && gpufleet sweep {RUN} --delete, and {CAP}")
         else:
-            self.say("AWS shows nothing more of it.")
+            self.say("AWS shows nothing more of the canary.")
         self.facts.add("left.at_end", len(remains))
 
     def command(self, *words: str) -> str:
-        """Runs `gpufleet WORDS` in the project; its output. Raises PhaseError when it fails."""
+        """Runs `gpufleet WORDS` in the project, and returns its output. Raises PhaseError if it fails."""
         done = subprocess.run(
             [sys.executable, "-m", "gpufleet.infra.cli", *words],
             cwd=self.project,
@@ -404,7 +407,6 @@ def _ok(result: EngineResult) -> EngineResult:
 
 
 def _history(ec2: Any, fleet: str, since: datetime) -> Iterator[dict[str, Any]]:
-    """The records of the fleet's history."""
     for page in pages(ec2.describe_fleet_history, FleetId=fleet, StartTime=since):
         yield from page["HistoryRecords"]
 

@@ -1,7 +1,8 @@
-"""A real interruption with notice, by AWS Fault Injection Service, where the account may: role, template, experiment.
+"""Makes a real interruption with notice, by AWS Fault Injection Service, if the account may: role, template,
+experiment.
 
 FIS User Guide, actions reference, aws:ec2:send-spot-instance-interruptions (read 2026-11-29): the notice comes two
-minutes before the instance is taken, whatever the duration, of which two minutes are the least.
+minutes before the instance is interrupted, whatever duration is set; the least duration is two minutes.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from gpufleet.infra.canary.stacks import RUN
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program.resources.tags import STACK_TAG, own_tags
 
-ROLE = "gpufleet-canary-fis"  # named and tagged as the stack's own, so that a sweep finds it
+ROLE = "gpufleet-canary-fis"  # named and tagged like the stack's resources, so that a sweep finds it
 ACTION, TARGET = "aws:ec2:send-spot-instance-interruptions", "aws:ec2:spot-instance"
 POLICY = "interrupt"
 _TRUST = {"Effect": "Allow", "Principal": {"Service": "fis.amazonaws.com"}, "Action": "sts:AssumeRole"}
-ROLE_S = 60.0  # how long AWS may take until FIS accepts a new role
+ROLE_S = 60.0  # AWS may take so long until FIS accepts a new role
 
 
 def refused(fis: Any) -> str:
-    """Why the account may not use the service, in a sentence; empty: as far as a listing tells, it may."""
+    """Why the account may not use the service, as a sentence; empty if it may, as far as a listing shows."""
     try:
         fis.list_experiment_templates(maxResults=1)
     except (ClientError, BotoCoreError) as error:
@@ -38,7 +39,7 @@ def refused(fis: Any) -> str:
 def interrupt(
     stack: StackDefinition, instance: str, client: Callable[[str], Any], sleep: Callable[[float], None]
 ) -> str:
-    """Has AWS announce that it takes the instance; the experiment's id. Raises ClientError where AWS refuses."""
+    """Lets AWS interrupt the instance with a notice; returns the experiment's id. Raises ClientError if AWS refuses."""
     region, tags = stack.fleet.region, own_tags(stack)
     account = client("sts").get_caller_identity()["Account"]
     arn = f"arn:aws:ec2:{region}:{account}:instance/{instance}"
@@ -64,12 +65,12 @@ def interrupt(
         except ClientError as error:
             if refusals.code(error) != "ValidationException" or time.monotonic() > give_up:
                 raise
-            sleep(5)  # other services see a new IAM role late
+            sleep(5)  # other services see a new IAM role only after a while
     return str(client("fis").start_experiment(experimentTemplateId=made["id"], tags=tags)["experiment"]["id"])
 
 
 def _role(stack: StackDefinition, iam: Any) -> str:
-    """The role with which FIS interrupts nodes of this stack, and nothing else."""
+    """Makes the role with which FIS can interrupt nodes of this stack, and do nothing else."""
     answer = refusals.absent(lambda: iam.get_role(RoleName=ROLE), "NoSuchEntity")
     if answer is None:
         tags = [{"Key": key, "Value": value} for key, value in own_tags(stack).items()]
@@ -90,7 +91,7 @@ def _role(stack: StackDefinition, iam: Any) -> str:
 
 
 def forget(client: Callable[[str], Any]) -> None:
-    """Removes the templates and the role, also those that a killed canary left."""
+    """Removes the templates and the role, including those that a killed canary left."""
     fis, iam = client("fis"), client("iam")
     for template in pages(fis, "list_experiment_templates", "experimentTemplates"):
         if template.get("tags", {}).get(STACK_TAG) == RUN:

@@ -1,5 +1,5 @@
-"""Questions to AWS that cost nothing: what the account says of itself, how it refuses, what its bucket does, and two
-fleets without nodes, of which one expires and a schedule deletes the other.
+"""Questions to AWS that cost nothing: what the account has and may do, how AWS refuses, how a bucket behaves, and two
+fleets without nodes, one of which expires while a schedule deletes the other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BYTES = 8_000_000
 
 
 def account(facts: FlightFacts, stack: StackDefinition, asked: Asked) -> None:
-    """What the account says before anything is made: quotas, zones, offers, types, prices, the AMI, roles, rights."""
+    """Adds what the account has before anything is made: quotas, zones, offers, types, prices, AMI, roles, rights."""
     ec2, region, catalog, add = asked("ec2"), stack.fleet.region, load_catalog(), facts.add
     asked("sts").get_caller_identity()
     zones = {zone["ZoneName"]: zone["ZoneId"] for zone in ec2.describe_availability_zones()["AvailabilityZones"]}
@@ -74,7 +74,7 @@ def account(facts: FlightFacts, stack: StackDefinition, asked: Asked) -> None:
 
 
 def _prices(facts: FlightFacts, stack: StackDefinition, ec2: Any) -> None:
-    """Spot prices now, beside the known ones and the on-demand price."""
+    """Adds today's spot prices, relative to the known ones and to the on-demand price."""
     catalog, region = load_catalog(), stack.fleet.region
     prefix = catalog.zone_id_prefix(region)
     ids = {zone["ZoneName"]: zone["ZoneId"] for zone in ec2.describe_availability_zones()["AvailabilityZones"]}
@@ -97,7 +97,7 @@ def _prices(facts: FlightFacts, stack: StackDefinition, ec2: Any) -> None:
 
 
 def refusals(facts: FlightFacts, asked: Asked) -> None:
-    """The calls that AWS refuses, with the code of each."""
+    """Makes the calls that AWS should refuse, and adds the code of each refusal."""
     for assumption in known():
         if assumption.ask:
             service, _, operation = assumption.ask.partition(".")
@@ -105,7 +105,7 @@ def refusals(facts: FlightFacts, asked: Asked) -> None:
 
 
 def bucket(facts: FlightFacts, s3: Any, name: str) -> None:
-    """What S3 does at once after a write, and with conditions."""
+    """Adds how S3 behaves right after a write, and with conditional writes."""
     add, key, body = facts.add, "canary/probe", atomic.json_bytes({"probe": 1})
     began = time.monotonic()
     s3.put_object(Bucket=name, Key="canary/large", Body=b"\0" * BYTES)
@@ -141,7 +141,7 @@ def bucket(facts: FlightFacts, s3: Any, name: str) -> None:
 
 
 def _code(call: Callable[[], Any]) -> str:
-    """The code with which AWS refuses; `accepted`."""
+    """The code with which AWS refuses the call; `accepted` if it does not."""
     try:
         call()
     except ClientError as error:
@@ -150,7 +150,7 @@ def _code(call: Callable[[], Any]) -> str:
 
 
 def role(facts: FlightFacts, stack: StackDefinition, asked: Asked, bucket: str) -> None:
-    """What the simulator says of the role of the stack's nodes."""
+    """Adds what the policy simulator says about the role of the stack's nodes."""
     ec2, iam = asked("ec2"), asked("iam")
     latest = {"LaunchTemplateId": _template(ec2, stack), "Versions": ["$Latest"]}
     (version,) = ec2.describe_launch_template_versions(**latest)["LaunchTemplateVersions"]
@@ -188,7 +188,7 @@ def _declared_stop(scheduler: Any, stack: StackDefinition) -> dict[str, Any]:
 
 
 class Stops(NamedTuple):
-    """The two fleets without nodes, and the hour of both stops."""
+    """The two fleets without nodes, and the time at which both must stop."""
 
     expiring: str
     deleted: str
@@ -196,8 +196,8 @@ class Stops(NamedTuple):
 
 
 def stops_begin(facts: FlightFacts, stack: StackDefinition, asked: Asked, stop_s: float) -> Stops:
-    """Makes two fleets without nodes from the stack's own template, and the schedule that deletes one of them with the
-    stack's own role; holds the group, the schedule and the log group against what the program has declared.
+    """Makes two fleets without nodes from the stack's template, and a schedule that deletes one of them with the
+    stack's role. Compares the schedule group, the schedule and the log group with what the program has declared.
     """
     ec2, scheduler, add = asked("ec2"), asked("scheduler"), facts.add
     schedule = _declared_stop(scheduler, stack)
@@ -232,8 +232,8 @@ def stops_begin(facts: FlightFacts, stack: StackDefinition, asked: Asked, stop_s
 
 
 def _empty_fleet(stack: StackDefinition, template: str, subnet: str, until: datetime) -> dict[str, Any]:
-    """CreateFleet's arguments for one of no nodes, tagged as the run's: the stop's role may end no other, and a sweep
-    finds it.
+    """The arguments of CreateFleet for a fleet without nodes. It has the run's tags, so that the role of the stop may
+    end it, and a sweep finds it.
     """
     tags = [{"Key": key, "Value": value} for key, value in own_tags(stack).items()]
     return {
@@ -262,11 +262,11 @@ def _state(ec2: Any, fleet: str) -> str:
 
 
 def stops_end(facts: FlightFacts, stops: Stops, asked: Asked, sleep: Callable[[float], None], most_s: float) -> None:
-    """What has become of the two fleets: the seconds after its hour at which each stop came, and its traces."""
+    """Adds what has become of the two fleets: how many seconds after its time each stop came, and its traces."""
     ec2, add = asked("ec2"), facts.add
 
     def seconds(moment: Callable[[], float | None]) -> float | str:
-        """After the hour, by AWS's clock; what stands for a time where it never came."""
+        """Waits for `moment`; returns how many seconds after the due time it came, or LATE's text if it never did."""
         while (at := moment()) is None:
             if time.time() > stops.due + most_s:
                 return LATE.format(most_s)
@@ -283,7 +283,7 @@ def stops_end(facts: FlightFacts, stops: Stops, asked: Asked, sleep: Callable[[f
     if not isinstance(late, str):
         add("expiry.state", _state(ec2, stops.expiring))
         add("expiry.resized", _code(lambda: _resize(ec2, stops.expiring)))
-    # AWS deletes it here even if the schedule has not
+    # deletes the fleet even if the schedule has not
     ec2.delete_fleets(FleetIds=[stops.deleted], TerminateInstances=True)
     again = ec2.delete_fleets(FleetIds=[stops.deleted], TerminateInstances=True)
     add("delete.again", _undeleted(again))
@@ -293,12 +293,12 @@ def stops_end(facts: FlightFacts, stops: Stops, asked: Asked, sleep: Callable[[f
 
 
 def _undeleted(answer: dict[str, Any]) -> str:
-    """The code for a fleet that was not deleted."""
+    """The error code in an answer about a fleet that was not deleted."""
     return next((failure["Error"]["Code"] for failure in answer.get("UnsuccessfulFleetDeletions", [])), "deleted")
 
 
 def _event(ec2: Any, fleet: str, kind: str, due: float) -> float | None:
-    """When the fleet's history has an event whose sub-type begins so, in epoch seconds; None while it has none."""
+    """The epoch seconds of an event in the fleet's history whose sub-type begins with `kind`; None if there is none."""
     since = datetime.fromtimestamp(due, UTC) - timedelta(hours=1)
     records = ec2.describe_fleet_history(FleetId=fleet, StartTime=since)["HistoryRecords"]
     matching = (event for event in records if event["EventInformation"].get("EventSubType", "").startswith(kind))

@@ -1,6 +1,7 @@
-"""A canary's file and page: per assumption what was seen, times and prices with their spread, answers without names.
+"""A canary's file and page: what was seen of each assumption, the spread of times and prices, and answers without
+names.
 
-Files of real accounts lie in proofs/ of a project, those of the embedded AWS never do.
+Files about real accounts are in proofs/ of a project; files about the embedded AWS never are.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _PACKAGES = ("gpufleet", "boto3", "botocore", "pulumi", "pulumi-aws")
 def make(
     flight: Flight, region: str, at: datetime, *, why: str, beside: Proof | None = None, embedded: bool = False
 ) -> dict[str, Any]:
-    """The file's object. `why` says why the flight ended early; it is empty where it did not. The embedded AWS's
-    answers are held against those in `beside`, a file of a real account.
+    """The content of the file. `why`: why the flight ended early, or empty. `beside`: the file of a real account, with
+    whose answers those of the embedded AWS are compared.
     """
     judged = judge(flight.facts)
     return {
@@ -58,7 +59,7 @@ def make(
 
 
 def _replayed(answers: dict[str, Any], recorded: Proof | None) -> dict[str, Any]:
-    """How the embedded AWS's answers differ from AWS's."""
+    """The differences between the answers of the embedded AWS and those of AWS."""
     theirs = recorded.tree["answers"] if recorded else replay.documented(answers)
     differences = [difference._asdict() for difference in replay.differences(theirs, answers)]
     return {"beside": recorded.path.name if recorded else replay.STANDS_IN, "differences": differences}
@@ -77,14 +78,14 @@ def _numbers(values: Sequence[Any]) -> list[float]:
 
 
 def spread(values: Sequence[Any]) -> dict[str, float]:
-    """How many figures there are, the least, the middle and the largest."""
+    """The number of figures, the least, the median and the largest."""
     numbers = _numbers(values)
     figures = {"least": min(numbers), "median": statistics.median(numbers), "most": max(numbers)}
     return {"count": len(numbers), **{key: float(f"{figure:.4g}") for key, figure in figures.items()}}
 
 
 def write(proof: dict[str, Any], folder: Path) -> Path:
-    """Writes the file, and the page beside it; the file's path."""
+    """Writes the file, and the page beside it; returns the file's path."""
     folder.mkdir(parents=True, exist_ok=True)
     file = path(proof, folder)
     atomic.write_bytes(file, (json.dumps(proof, indent=1, sort_keys=False) + "\n").encode())
@@ -93,12 +94,10 @@ def write(proof: dict[str, Any], folder: Path) -> Path:
 
 
 def path(proof: dict[str, Any], folder: Path) -> Path:
-    """Where the file lies."""
     return folder / f"{proof['at'][:10]}-{proof['region']}.json"
 
 
 def page(proof: dict[str, Any]) -> Iterator[str]:
-    """The page's lines."""
     says = {assumption.id: assumption for assumption in known()}
     where = "the embedded AWS, which proves nothing of AWS" if proof["embedded"] else proof["region"]
     yield f"# A canary in {where}, {proof['at'][:10]}"
@@ -134,7 +133,7 @@ def page(proof: dict[str, Any]) -> Iterator[str]:
 
 
 def summary(proof: dict[str, Any]) -> str:
-    """How many assumptions were held, refuted and not met, in a sentence."""
+    """A sentence: how many assumptions held, were refuted, and were not met."""
     count = Counter(assumption["state"] for assumption in proof["assumptions"])
     assumptions = counted(len(proof["assumptions"]), "assumption")
     return f"Of {assumptions}, {count['held']} held, {count['refuted']} refuted, {count['not met']} not met."
@@ -150,9 +149,9 @@ def lines(proof: dict[str, Any]) -> Iterator[str]:
 
 
 def check(root: Path, region: str, today: date) -> Check:
-    """Doctor's line on the newest proof of the region."""
+    """The line of `gpufleet doctor` about the region's newest canary."""
     if (last := newest(root, region)) is None:
-        return Check(name="canary", found=f"none has flown in {region}: `gpufleet canary` holds AWS to what is assumed")
+        return Check(name="canary", found=f"none has run in {region}: `gpufleet canary` checks what is assumed of AWS")
     age = (today - last.day).days
     finding = f"the newest of {region} is {counted(age, 'day')} old. {summary(last.tree)}"
     if age > STALE_DAYS:
@@ -162,7 +161,7 @@ def check(root: Path, region: str, today: date) -> Check:
 
 
 def sentence(root: Path) -> str:
-    """README's words on whether anything has run on a real account."""
+    """The README's sentence on whether anything has run on a real account."""
     if (last := newest(root)) is None:
         return "**Nothing here has run on a real AWS account.**"
     where = f"({last.day}, {last.tree['region']})"

@@ -1,6 +1,6 @@
-"""AWS's recorded answers beside the embedded AWS's own: shape by shape, field by field.
+"""Compares AWS's recorded answers with those of the embedded AWS, field by field.
 
-Until a file of a real account is there, the examples in AWS's own documentation, as botocore brings them, stand in.
+As long as there is no file of a real account, the examples in AWS's documentation, which botocore has, take its place.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ STANDS_IN = "the examples in AWS's documentation, for want of a canary on a real
 _LACKING = "lacking"
 _KINDS = ((bool, "true or false"), ((int, float), "number"), (str, "text"), (object, "nothing"))
 
-Answers = Mapping[str, Any]  # by SERVICE.Operation, or SERVICE.Operation CODE for a refusal
+Answers = Mapping[str, Any]  # by SERVICE.Operation, or by `SERVICE.Operation CODE` for a refusal
 
 
 class AnswerDifference(NamedTuple):
-    """A field of an answer."""
+    """A field in which two answers differ."""
 
     call: str
     field: str
@@ -28,8 +28,8 @@ class AnswerDifference(NamedTuple):
 
 
 def differences(recorded: Answers, own: Answers) -> Iterator[AnswerDifference]:
-    """The fields of AWS's that the embedded AWS lacks, or answers with another kind of value. Only calls that both
-    answered count, and lists that both filled.
+    """Yields the fields of AWS's answers that the embedded AWS lacks, or that have another kind of value there. Only
+    calls that both have answered count, and only lists that are not empty in either.
     """
     for call in sorted(recorded.keys() & own.keys()):
         theirs, ours = (_kinds(answers[call]) for answers in (recorded, own))
@@ -42,7 +42,7 @@ def differences(recorded: Answers, own: Answers) -> Iterator[AnswerDifference]:
 
 
 def documented(calls: Iterable[str]) -> dict[str, Any]:
-    """The answers in AWS's documented examples of these calls, as a canary's file would have them."""
+    """The answers in AWS's documented examples of these calls, in the form of a canary's file."""
     answers: dict[str, Any] = {}
     for call in calls:
         service, _, operation = call.partition(".")
@@ -64,7 +64,7 @@ def _examples(service: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def _kinds(answer: Any, path: str = "") -> dict[str, str]:
-    """The kind of value by the path of each field: Fleets[].FleetId."""
+    """The kind of value of each field, by its path, such as Fleets[].FleetId."""
     if isinstance(answer, Mapping):
         kinds = {path: "object"} if path else {}
         for key, value in answer.items():

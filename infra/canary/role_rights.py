@@ -1,7 +1,8 @@
-"""What IAM's simulator says of the role of a stack's nodes: role_rights.yaml has what it may do and what it must not.
+"""Asks IAM's simulator about the role of a stack's nodes. role_rights.yaml lists what the role may do, and what it must
+not.
 
-No command can act as the role, because only EC2 may assume it. The simulator takes the request's tags as they are given
-and knows nothing of S3's own policies.
+No command can act as the role, because only EC2 may assume it. The simulator believes the tags in the request, and does
+not know the policies of S3's buckets.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _KEYS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoleRights:
-    """One row: which actions on one resource the role may do, and which it must not."""
+    """One row: the actions on a resource that the role may do, and those that it must not."""
 
     of: str
     tags: str = ""  # own, another, or none
@@ -41,7 +42,7 @@ class RoleRights:
 
 @cache
 def known() -> tuple[RoleRights, ...]:
-    """Every row, in the file's order."""
+    """All rows, in the file's order."""
     return tuple(
         RoleRights(
             of=row["of"],
@@ -55,8 +56,8 @@ def known() -> tuple[RoleRights, ...]:
 
 
 def ask(facts: FlightFacts, stack: StackDefinition, iam: Any, role: str, places: Mapping[str, str]) -> None:
-    """Adds the rights that the role lacks, and those that it has beyond its own. `role` is its ARN; `places` has the
-    ARNs of the run's own resources by the names in the file.
+    """Adds the rights that the role lacks, and those that it has but must not have. `role`: its ARN. `places`: the ARNs
+    of the run's resources, by their names in the file.
     """
     answers = [answer for row in known() for answer in _asked(row, stack, iam, role, places)]
     for fact, expected in (("role.lacks", True), ("role.exceeds", False)):
@@ -68,7 +69,7 @@ def ask(facts: FlightFacts, stack: StackDefinition, iam: Any, role: str, places:
 def _asked(
     row: RoleRights, stack: StackDefinition, iam: Any, role: str, places: Mapping[str, str]
 ) -> Iterator[tuple[str, bool, bool]]:
-    """Each action with its resource, whether the role is meant to have it, and whether the simulator allows it."""
+    """Yields each action, its resource, whether the role should have this right, and whether the simulator says so."""
     fill: Callable[[str], str] = lambda text: text.format(**places, **_KEYS, run=stack.run.id)  # noqa: E731
     tags = {f"aws:ResourceTag/{key}": value for key, value in own_tags(stack).items()} if row.tags else {}
     if row.tags == "another":

@@ -1,7 +1,7 @@
-"""The canary's two stacks, as texts of definition files, and the choice of what they run on.
+"""The canary's two stacks, as texts of definition files, and the choice of the types and zones on which they run.
 
-`canary` loses two nodes and ends by itself. `canary-cap`, whose script has no end, flies twice: it is stopped by hand,
-and then meets its cap on purpose. Both keep nothing.
+`canary` loses two nodes and ends by itself. `canary-cap`, whose script has no end, runs twice: first `gpufleet stop`
+ends it, and then it meets its cap on purpose. Both stacks keep nothing.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from gpufleet.infra.errors import AwsRefused, DefinitionError, GpufleetError, Pr
 
 NAMES = RUN, CAP = "canary", "canary-cap"
 MOST_USD = Decimal("0.50")
-LIMITS = {RUN: Decimal("0.19"), CAP: Decimal("0.05")}  # below MOST_USD with FIS: a node takes minutes to stop
-FLIGHTS = {RUN: 1, CAP: 2}
-PAST_USD = Decimal("0.02")  # the most that a node past its limit costs, until its timer has ended it
-THIRD_H = Decimal("0.15")  # a node ends its run if it boots with five minutes left; four until it knows its price
+LIMITS = {RUN: Decimal("0.19"), CAP: Decimal("0.05")}  # with FIS below MOST_USD, because a node takes minutes to stop
+FLIGHTS = {RUN: 1, CAP: 2}  # how often each stack runs
+PAST_USD = Decimal("0.02")  # the most that a node past its limit costs before its timer ends it
+THIRD_H = Decimal("0.15")  # five minutes, below which a booting node ends its run, and four until it knows its price
 FIS_USD = Decimal("0.20")  # two action-minutes at 0.10 USD (AWS Price List of AWSFIS, 2024-10-01)
-TRIED = 8  # number of types to try, the cheapest first
-TYPES = 3  # number of types in the fleets: another is tried if all zones of one are full
+TRIED = 8  # the most types that are tried, the cheapest first
+TYPES = 3  # types in the fleets, so that another is tried if all zones of one are full
 SCRIPT = Path(__file__).parent / "code" / "train.py"
 PYTORCH = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
-PYTHON = "public.ecr.aws/docker/library/python:3.13-slim"  # for what needs no torch: it boots sooner
+PYTHON = "public.ecr.aws/docker/library/python:3.13-slim"  # for a run that needs no torch, because it boots sooner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """How long things take on AWS, and in the embedded AWS. Seconds, but for counts and hours."""
+    """How long things take, on AWS or in the embedded AWS."""
 
     steps: int  # steps of the run that is interrupted
     pace_s: float  # seconds per step
     every: int  # steps between two checkpoints
-    fails_at: int  # the step at which the script fails once, long after the first checkpoint, which brings the notice
-    cap_hours: Decimal  # max_hours of the other stack, boot included; more after a slow boot
+    fails_at: int  # the step at which the script fails once, long after the first checkpoint and the notice
+    cap_hours: Decimal  # max_hours of the other stack, including the boot; more after a slow boot
     heartbeat_s: float
     poll_s: float
     patience_s: float  # how long to wait for any one event, such as a node
-    stop_s: float  # from now until the schedule's hour, and until the expiry, that are tested
+    stop_s: float  # seconds until the tested schedule fires, and until the tested fleet expires
     device: str = "cuda"
-    gpus: int = 1  # of a node
+    gpus: int = 1  # GPUs of a node
     setup_minutes: float = 6
 
     def without_gpu(self) -> Scale:
-        """This flight on nodes without a GPU."""
+        """This scale for nodes without a GPU."""
         return replace(self, gpus=0, device="cpu")
 
 
@@ -70,11 +70,11 @@ EMBEDDED = Scale(
     steps=240, pace_s=0.1, every=20, fails_at=200, cap_hours=Decimal("0.025"), heartbeat_s=1, poll_s=0.3,
     patience_s=400, stop_s=20, device="cpu", setup_minutes=0.05,
 )  # fmt: skip
-CAPPED_S = 90  # seconds that a run needs below its cap: the meter's reserve, an end, and some steps
+CAPPED_S = 90  # seconds that a run needs below its cap, for the meter's reserve, its end, and some steps
 
 
 def text(name: str, run: str, region: str, zones: list[str], types: list[str], scale: Scale) -> str:
-    """Returns the definition file of one of the two stacks."""
+    """The definition file of one of the two stacks."""
     capped = name == CAP
     step_ms = json.dumps({load_catalog().instances[type_].gpu.name: scale.pace_s * 1000 for type_ in types})
     here = EMBEDDED
@@ -140,8 +140,8 @@ class Chosen:
 
 
 def shipped(region: str = "us-east-2") -> dict[str, str]:
-    """The files that `gpufleet init` writes, by their names: the stack that is interrupted, on the cheapest types, and
-    its script. `gpufleet canary` runs both stacks elsewhere, on what the account offers.
+    """By name, the files that `gpufleet init` writes: the stack that is interrupted, on the cheapest types, and its
+    script. `gpufleet canary` runs both stacks in a project of its own, on what the account offers.
     """
     priced = _cheapest(region, AWS.gpus)
     types = [kind for kind, usd in priced if _interrupted_usd(kind, usd, region, AWS) <= LIMITS[RUN]][:TYPES]
@@ -159,7 +159,7 @@ def write(project: Path, run: str, region: str, chosen: tuple[list[str], list[st
 
 
 def renew_capped(project: Path, run: str, scale: Scale, boot_s: float) -> None:
-    """Gives the stack without an end another run, whose cap leaves time to train where a boot takes `boot_s`."""
+    """Gives `canary-cap` another run. If a boot takes `boot_s`, the cap of this run still leaves time to train."""
     file = project / "stacks" / f"{CAP}.yaml"
     hours = max(scale.cap_hours, Decimal(f"{(2 * boot_s + CAPPED_S) / 3600:.3f}"))
     renewed = re.sub(r"(?m)^(run: \{id: [^,-]+)[^,]*", rf"\1-{run}", file.read_text(encoding="utf-8"))
@@ -167,13 +167,13 @@ def renew_capped(project: Path, run: str, scale: Scale, boot_s: float) -> None:
 
 
 def definition(project: Path, name: str) -> StackDefinition:
-    """Returns the definition of one of the stacks, as its file has it now."""
+    """The definition of one of the stacks, from its file."""
     return load(project / "stacks" / f"{name}.yaml", now=datetime.now(UTC), past_deadline=True)
 
 
 def choose(project: Path, run: str, region: str, client: Callable[[str], Any], scale: Scale, *, notice: bool) -> Chosen:
-    """The cheapest types that the account may launch, in the zones that offer them; writes the files for them. Raises
-    GpufleetError, with a sentence for each that stands in the way, before anything is made in the account.
+    """Chooses the cheapest types that the account may launch, in the zones that offer them, and writes the files.
+    Raises GpufleetError, with a sentence for each obstacle, before anything is made in the account.
     """
     reasons, fitting, zones = list[str](), list[str](), set[str]()
     cheapest = dict(_cheapest(region, scale.gpus))
@@ -191,7 +191,7 @@ def choose(project: Path, run: str, region: str, client: Callable[[str], Any], s
             for name in NAMES:
                 _bill(project, name)
         except (DefinitionError, PriceMissing) as error:
-            reasons.append(f"{kind}: its price is above what the canary may cost ({_first(error)})")
+            reasons.append(f"{kind} costs more than the canary may ({_first(error)})")
             continue
         allowed = list(quotas.vcpu_quotas(definition(project, RUN), client("service-quotas"), client("ec2")))
         if lacking := [check for check in allowed if check.state == "problem"]:
@@ -213,26 +213,28 @@ def choose(project: Path, run: str, region: str, client: Callable[[str], Any], s
         lines.append(f"a notice by AWS Fault Injection Service: {FIS_USD} USD, two action-minutes")
         most += FIS_USD
     if most > MOST_USD:
-        raise GpufleetError(f"the canary would cost up to {most} USD, above its {MOST_USD}: nothing was made")
+        raise GpufleetError(f"the canary would cost up to {most} USD; allowed are {MOST_USD}. Nothing was made")
     return Chosen(types=fitting, zones=sorted(zones), usd=most, lines=lines)
 
 
 def _interrupted_usd(kind: str, spot: Decimal, region: str, scale: Scale) -> Decimal:
-    """What the run that is interrupted must be able to spend: two nodes at the spot price, and then THIRD_H at the
-    on-demand price, by which a node that boots counts what is left. Raises PriceMissing.
+    """The USD that the interrupted run must be able to spend: two nodes at the spot price, and then THIRD_H at the
+    on-demand price, with which a booting node counts what is left. Raises PriceMissing.
     """
-    two_h = Decimal(2 * scale.setup_minutes + 4) / 60  # each trains for a minute, and AWS announces the end of one
+    two_h = Decimal(2 * scale.setup_minutes + 4) / 60  # each trains for a minute, and one has a notice of two minutes
     return two_h * spot + THIRD_H * load_catalog().on_demand(kind, region).amount
 
 
 def affords_stop(spent_usd: Decimal, *, notice: bool) -> bool:
-    """Whether after such a first run `canary-cap` can fly twice, and both go past their limits, within MOST_USD."""
+    """Whether MOST_USD still pays for both runs of `canary-cap`, even if both exceed their limits, once the first run
+    has spent `spent_usd`.
+    """
     both = FLIGHTS[CAP] * (LIMITS[CAP] + PAST_USD)
     return spent_usd + (FIS_USD if notice else 0) + both <= MOST_USD
 
 
 def _refuse_account(stack: StackDefinition, client: Callable[[str], Any]) -> None:
-    """Raises AwsRefused, which names each missing right, role and network."""
+    """Raises AwsRefused with each missing right, role and network, if there is any."""
     groups = (
         lambda: rights.check(stack, client("sts"), client("iam")),
         lambda: checks.service_roles(stack, client("iam")),
@@ -245,7 +247,7 @@ def _refuse_account(stack: StackDefinition, client: Callable[[str], Any]) -> Non
 
 
 def _bill(project: Path, name: str) -> Bill:
-    """The stack's bill. Raises DefinitionError where it does not fit into the stack's limits."""
+    """The stack's bill. Raises DefinitionError if it does not fit into the stack's limits."""
     stack = definition(project, name)
     bill = bill_of(stack, project, load_catalog())
     if wrong := list(problems(stack, bill)):
@@ -254,7 +256,7 @@ def _bill(project: Path, name: str) -> Bill:
 
 
 def _cheapest(region: str, gpus: int) -> Iterator[tuple[str, Decimal]]:
-    """The usable types of a region with so many GPUs, and the spot price in the dearest zone, the cheapest first."""
+    """The region's usable types with `gpus` GPUs, and their spot price in the dearest zone, the cheapest first."""
     catalog = load_catalog()
     priced = []
     for kind in catalog.instances.values():
@@ -265,7 +267,7 @@ def _cheapest(region: str, gpus: int) -> Iterator[tuple[str, Decimal]]:
 
 
 def _offers(ec2: Any, region: str, types: list[str]) -> dict[str, set[str]]:
-    """Returns the types that each zone offers, by the zone's name."""
+    """The types that each zone offers, by the zone's name."""
     filters = [{"Name": "instance-type", "Values": types}]
     listed = pages(
         ec2,

@@ -1,4 +1,4 @@
-"""What a canary's run has left behind, beside what AWS says: records of nodes, the log, checkpoints, outputs."""
+"""Compares what a canary's run has left with what AWS says: records of nodes, the log, checkpoints, outputs."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _NOTICE = re.compile(r"spot notice: \w+ in (-?\d+) s")  # written by job/supervi
 
 @dataclass(kw_only=True, slots=True)
 class ObservedNode:
-    """One node, as it was seen from outside."""
+    """A node, as AWS showed it."""
 
     id: str
     number: int
     launched: datetime
-    step: int  # the newest published checkpoint when the node came
+    step: int  # the newest published checkpoint when the node started
     noticed: bool = False  # whether AWS was asked to take the node with notice
     gone_at: float = 0.0
 
 
 def add_node(facts: FlightFacts, folder: RunFolder, node: ObservedNode, ended: datetime | None) -> None:
-    """What a node wrote of itself, beside what AWS says of it."""
+    """Adds what a node wrote about itself, compared with what AWS says about it."""
     add = facts.add
     content = folder.read(bucket.attempt_key(node.id))
     add("node.record", content is not None)
@@ -53,7 +53,7 @@ def add_node(facts: FlightFacts, folder: RunFolder, node: ObservedNode, ended: d
 
 
 def add_outputs(facts: FlightFacts, results: Path, *, gpu: bool) -> None:
-    """What the script wrote of its container. `gpu`: whether it had one to compute on."""
+    """Adds what the script wrote about its container. `gpu`: whether it had a GPU to compute on."""
     for path in (results / FINAL).rglob("seen.json"):
         seen = json.loads(path.read_text(encoding="utf-8"))
         facts.add("script.metadata", seen["metadata"])
@@ -62,7 +62,7 @@ def add_outputs(facts: FlightFacts, results: Path, *, gpu: bool) -> None:
 
 
 def add_log(facts: FlightFacts, logs: Any, stack: StackDefinition, folder: RunFolder) -> None:
-    """Holds what the log service has against what the script printed, and against when checkpoints came."""
+    """Compares the log in CloudWatch with what the script printed, and with the times of checkpoints."""
     printed, lag = dict[int, list[float]](), list[float]()
     for group in find_log_groups(logs, stack.name):
         for event in aws.pages(logs, "filter_log_events", "events", logGroupName=group["logGroupName"]):
@@ -79,14 +79,14 @@ def add_log(facts: FlightFacts, logs: Any, stack: StackDefinition, folder: RunFo
     if lag:
         facts.add("log.lag_s", max(lag))
     for step, at in steps.items():
-        # S3's times are whole seconds.
+        # S3's times are whole seconds
         before = [moment for moment in printed.get(step, []) if moment <= at.timestamp() + 1]
         if before:
             facts.add("save.published_s", max(at.timestamp() - max(before), 0.0))
 
 
 def published(folder: RunFolder) -> dict[int, datetime]:
-    """The steps of the published checkpoints, and when each was."""
+    """The steps of the published checkpoints, with their times."""
     entries = folder.objects(bucket.CHECKPOINTS)
     matches = ((bucket.MANIFEST_KEY.fullmatch(entry.name), entry.written) for entry in entries)
     return {int(match[1]): written for match, written in matches if match}

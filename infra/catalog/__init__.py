@@ -1,20 +1,20 @@
 """Dated facts: instance types, GPUs and prices, each row with its source and its date.
 
-The data are the CSV files beside this module; newer prices that `gpufleet prices refresh` wrote into a project's
-`prices/` override them. `status` is `verified` (read in the named source), or `inferred` (derived from another region
-or type, or recalled), and every bill says which of its prices are inferred. This module never asks AWS.
+The data are the CSV files beside this module. Newer prices that `gpufleet prices refresh` wrote into a project's
+`prices/` override them. `status` is `verified` (read in the named source) or `inferred` (derived from another region or
+type, or recalled); every bill says which of its prices are inferred. This module never asks AWS.
 
-Three things that surprise:
+Some things are surprising:
 
-- The catalog has spot prices by zone *id* (az1 = use2-az1). A definition may name zones (us-east-2a), and AWS maps
-  names to ids differently in each account. Without an account the two cannot be matched, so callers take the dearest
-  zone of the region, unless the definition gives ids. The catalog has no Local Zones (Atlanta, Los Angeles).
-- The shipped spot prices come from an undated file made between 2026-01-21 and 2026-05-18. They carry the earlier date.
-- A fractional GPU is one device with a share: g6f.xlarge has gpu_count 1 and gpu_share 0.125, never 0 GPUs.
-- A type without a GPU has gpu_count 0. Its `gpu` stands for the whole machine, under the type's name and without a
-  peak, so that a step time stated for c7i.xlarge is never used for c7i.16xlarge.
-- A region is known as soon as it has a row in regions.csv, even if public sources lack some of its prices. `missing`
-  names the prices that a bill in that region would need.
+- The catalog has spot prices by zone *id* (az1 for use2-az1). A definition may name zones (us-east-2a), but AWS maps
+names to ids differently in each account. Without an account names cannot be matched with ids, so that callers take the
+dearest zone of the region, unless the definition gives ids. The catalog has no Local Zones (Atlanta, Los Angeles). -
+The shipped spot prices come from an undated file made between 2026-01-21 and 2026-05-18. They carry the earlier date. -
+A fractional GPU is one device with a share: g6f.xlarge has gpu_count 1 and gpu_share 0.125, never 0 GPUs. - A type
+without a GPU has gpu_count 0. Its `gpu` stands for the whole machine, under the type's name and without a peak, so that
+a step time stated for c7i.xlarge is never used for c7i.16xlarge. - A region is known as soon as it has a row in
+regions.csv, even if public sources lack some of its prices. `missing` names the prices that a bill in that region would
+need.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ __all__ = [
 
 SHIPPED = Path(__file__).parent
 # Turing is the oldest GPU generation that works: CUDA 13 in the training image has dropped Volta, and the AMI's open
-# driver never supported it (release notes of the Base OSS Nvidia Driver AMI for AL2023 list G4dn, G5, G6, G6e, G7, G7e,
-# P4d and newer; read 2026-11).
+# driver never supported Volta (the release notes of the Base OSS Nvidia Driver AMI for AL2023 list G4dn, G5, G6, G6e,
+# G7, G7e, P4d and newer; read 2026-11).
 LEAST_CAPABILITY = 7.5
-# Items of services.csv without which no bill can be made.
+# Items of services.csv that every bill needs.
 BILLED = tuple(name for name, item in known_items().items() if item.in_every_bill)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One whole GPU. Peaks are rates of dense products; a peak is None if no source states it."""
+    """One whole GPU. Peaks are rates of dense products; None if no source states the peak."""
 
     name: str
     memory_gb: float  # nominal, decimal GB
     bf16_tflops: float | None
     fp32_tflops: float | None
     bandwidth_gb_s: float | None
-    # the connection between the GPUs of one node; `link_gb_s` is its data sheet's rate in one direction
+    # the connection between the GPUs of one node; `link_gb_s` is its rate in one direction by the data sheet
     link: Literal["nvlink", "pcie"]
     link_gb_s: float
-    bf16: bool  # computes in bf16 natively
-    capability: float  # compute capability, NVIDIA's list of CUDA GPUs
+    bf16: bool  # whether it computes in bf16 natively
+    capability: float  # its compute capability, from NVIDIA's list of CUDA GPUs
 
     def peak_tflops(self, products: str) -> float | None:
         """TFLOPS of dense matrix products in `bf16`, `tf32` or `fp32`. TF32 begins with compute capability 8.0, at half
@@ -93,18 +93,18 @@ class Instance:
     gpu: Gpu
     gpu_count: int
     gpu_share: float  # below 1 for a slice of a GPU
-    nvme_gb: float  # instance store; 0 = none
+    nvme_gb: float  # the instance store; 0 if there is none
     network_gbps: float  # the rate of all network cards together
     network_cards: int
-    card_gbps: float  # the first card, if all cards share the whole rate
-    efa_cards: int  # cards with an Elastic Fabric Adapter: all or none, except for p6-b300's first
+    card_gbps: float  # the rate of the first card, if all cards share the whole rate
+    efa_cards: int  # cards with an Elastic Fabric Adapter: all or none; of p6-b300, all but the first
     ebs_gbps: float
-    regions: tuple[str, ...] | None  # regions that offer the type; None = not known
-    left_ec2: date | None  # the day from which it cannot be launched, at the latest
+    regions: tuple[str, ...] | None  # regions that offer the type; None if not known
+    left_ec2: date | None  # at the latest from this day on, the type cannot be launched
 
     @property
     def gpu_memory_gb(self) -> float:
-        """Memory of one device as the job sees it."""
+        """The memory of one device, as the job sees it."""
         return self.gpu.memory_gb * self.gpu_share
 
     @property
@@ -124,15 +124,15 @@ class Instance:
         return self.network_gbps if cards == "all" else self.card_gbps
 
     def has_efa(self, cards: str) -> bool:
-        """Whether these cards have an Elastic Fabric Adapter; without one nodes talk over TCP."""
+        """Whether these cards have an Elastic Fabric Adapter; if not, nodes communicate over TCP."""
         return self.efa_devices(cards) > 0
 
     def efa_devices(self, cards: str) -> int:
-        """The number of Elastic Fabric Adapters of a node that is launched with these cards."""
+        """The number of Elastic Fabric Adapters of a node launched with these cards."""
         return self.efa_cards if cards == "all" else int(self.efa_cards == self.network_cards)
 
     def used(self, ranks: int) -> str:
-        """What of a node so many processes use: `8 GPUs`, `one GPU`, or all `16 vCPUs`."""
+        """The part of a node that this many processes use: `8 GPUs`, `one GPU`, or all `16 vCPUs`."""
         if not self.gpu_count:
             return f"{self.vcpu} vCPUs"
         return f"{ranks} GPUs" if ranks > 1 else "one GPU"
@@ -149,7 +149,7 @@ class Instance:
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
-    """All facts as of one date. Built by `load_catalog`."""
+    """All facts as of one date, built by `load_catalog`."""
 
     as_of: date  # the date of the newest price in the catalog
     name: str  # the folder of its newest prices: prices/2026-11-21, or shipped
@@ -157,8 +157,8 @@ class Catalog:
     services: dict[tuple[str, str], Price] = field(repr=False)
     on_demand_prices: dict[tuple[str, str], Price] = field(repr=False)
     spot_prices: dict[tuple[str, str], tuple[SpotPrice, ...]] = field(repr=False)
-    # Announced on-demand prices with the day from which they apply; `in_force_on` puts those in force into
-    # `on_demand_prices`.
+    # announced on-demand prices, with the day from which they apply; `in_force_on` puts those that apply into
+    # `on_demand_prices`
     dated_prices: dict[tuple[str, str], tuple[Price, ...]] = field(default_factory=dict, repr=False)
 
     def in_force_on(self, day: date) -> Catalog:
@@ -168,7 +168,7 @@ class Catalog:
         return replace(self, on_demand_prices=files.in_force(self.on_demand_prices, self.dated_prices, day))
 
     def types_for(self, gpus: int) -> dict[str, Instance]:
-        """The types for a job that asks for `gpus` GPUs: types with a GPU if that is above 0, else all types."""
+        """The types for a job that asks for `gpus` GPUs: those with GPUs, or all types if `gpus` is 0."""
         return {name: instance for name, instance in self.instances.items() if instance.gpu_count or not gpus}
 
     def regions(self) -> tuple[str, ...]:
@@ -181,9 +181,7 @@ class Catalog:
         return tuple(name for name in known_regions() if name in priced)
 
     def missing(self, region: str) -> tuple[str, ...]:
-        """Items of services.csv that a bill in this region needs but that no source states; empty if a bill can be
-        made.
-        """
+        """Items of services.csv that a bill in this region needs but that have no price; empty if there are none."""
         return tuple(item for item in BILLED if (item, region) not in self.services)
 
     def billed_regions(self) -> tuple[str, ...]:
@@ -191,17 +189,17 @@ class Catalog:
         return tuple(region for region in self.regions() if not self.missing(region))
 
     def zones(self, region: str) -> tuple[str, ...]:
-        """Zone names, us-east-2a and so on; empty for a region the catalog does not cover."""
+        """The names of the region's zones, such as us-east-2a; empty if the catalog lacks the region."""
         known = known_regions().get(region)
         return known.zones if known else ()
 
     def zone_id_prefix(self, region: str) -> str:
-        """The prefix of the region's zone ids; empty for a region the catalog does not cover."""
+        """The prefix of the region's zone ids; empty if the catalog lacks the region."""
         known = known_regions().get(region)
         return known.zone_id_prefix if known else ""
 
     def price(self, item: str, region: str) -> Price:
-        """Price of a service item (`ebs_gp3_storage`, `public_ipv4`, ...). Raises PriceMissing."""
+        """The price of a service item (`ebs_gp3_storage`, `public_ipv4`, ...). Raises PriceMissing."""
         price = self.services.get((item, region))
         if price is None:
             elsewhere = [known for known in self.regions() if (item, known) in self.services]
@@ -210,15 +208,15 @@ class Catalog:
         return price
 
     def on_demand(self, type_: str, region: str) -> Price:
-        """On-demand Linux price per node-hour. Raises PriceMissing."""
+        """The on-demand Linux price per node-hour. Raises PriceMissing."""
         price = self.on_demand_prices.get((type_, region))
         if price is None:
             raise PriceMissing(self._missing("on-demand", type_, region, self.on_demand_prices))
         return price
 
     def spot(self, type_: str, region: str, zones: Sequence[str] = ()) -> tuple[SpotPrice, ...]:
-        """Spot prices per node-hour, cheapest zone first; only of these `zones` (az1, ...) if any are named. Raises
-        PriceMissing when no zone has a price.
+        """Spot prices per node-hour, the cheapest zone first; if `zones` (az1, ...) are given, only of these. Raises
+        PriceMissing if no zone has a price.
         """
         if priced := self.spot_zones(type_, region, zones):
             return priced
@@ -234,10 +232,10 @@ class Catalog:
         return tuple(zone for zone in known if zone.zone in zones) if zones else known
 
     def nearest_type(self, type_: str, among: Iterable[str] | None = None) -> str | None:
-        """The instance type, of all or `among` these, with the spelling nearest to `type_`. Its family must be spelled
-        alike too, because g4dn is no misspelling of trn1.
+        """The instance type whose spelling is nearest to `type_`, of all types or of those in `among`. Its family must
+        be similar too, because g4dn is not a misspelling of trn1.
         """
-        import difflib  # imported here: only errors need the nearest name
+        import difflib  # imported here, because only errors need the nearest name
 
         written, names = type_.lower(), sorted(self.instances if among is None else among)
         if "." in written:
@@ -263,10 +261,10 @@ class Catalog:
 def load_catalog(project: Path | None = None, *, shipped: Path = SHIPPED, day: date | None = None) -> Catalog:
     """The newest figures of the shipped catalog and of the newest folder in the project's `prices/`.
 
-    `project` is the folder with `prices/`; None: the nearest one with `stacks/`, at or above the working directory, so
+    `project`: the folder with `prices/`; None for the nearest one with `stacks/`, at or above the working directory, so
     that program, commands and a scratch project each find their own. The same files give the same catalog, except for
-    prices that apply from a day on: `day` is the day of the bill, by default today. Raises GpufleetError when a price
-    file is broken.
+    prices that apply only from a later day on. `day`: the day of the bill, by default today. Raises GpufleetError if a
+    price file is broken.
     """
     refreshed_folders = files.folders(project_prices(Path.cwd()) if project is None else project / "prices")
     return read_catalog(shipped, refreshed_folders[-1] if refreshed_folders else None).in_force_on(
@@ -275,16 +273,14 @@ def load_catalog(project: Path | None = None, *, shipped: Path = SHIPPED, day: d
 
 
 def project_prices(start: Path) -> Path:
-    """The folder `prices/` in the nearest folder with `stacks/`, at or above `start`; in `start` itself if there is
-    none.
-    """
+    """The folder `prices/` in the nearest folder with `stacks/` at or above `start`, or else in `start` itself."""
     return next((folder for folder in (start, *start.parents) if (folder / "stacks").is_dir()), start) / "prices"
 
 
 @cache
 def read_catalog(shipped: Path, refreshed: Path | None) -> Catalog:
-    """The facts in `shipped`, with those prices of `refreshed` that are not older. Prices with a future date are
-    omitted.
+    """The facts in `shipped`, with those prices of `refreshed` that are not older. Prices with a future date are left
+    out.
     """
     gpus = read_table(shipped / "gpus.csv", "gpu", _gpu)
     prices, name = files.read(shipped), "shipped"
@@ -304,7 +300,7 @@ def read_catalog(shipped: Path, refreshed: Path | None) -> Catalog:
 
 
 def _offered(instances: dict[str, Instance], prices: files.Prices) -> dict[str, Instance]:
-    """The types with all their regions. For a region that instances.csv lacks, because it was added later, a price
+    """The types with all their regions. If instances.csv lacks a region, because it was added later, a price there
     shows that the region offers the type.
     """
     listed = {region for instance in instances.values() for region in instance.regions or ()}
@@ -357,10 +353,7 @@ def _instance(row: dict[str, str], gpus: dict[str, Gpu]) -> Instance:
 
 
 def _machine(type_: str) -> Gpu:
-    """Prices as CSV files: on_demand.csv, spot.csv and services.csv of one folder, each row with its source and date.
-    One such folder is shipped beside this module; `gpufleet prices refresh` writes others as `prices/<date>/` of a
-    project.
-    """
+    """What stands in place of a GPU for a type without one: the whole machine, without a peak."""
     return Gpu(
         name=type_,
         memory_gb=0.0,

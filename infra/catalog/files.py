@@ -1,10 +1,10 @@
 """Prices as CSV files: on_demand.csv, spot.csv and services.csv of one folder, each row with its source and date.
 
-Shipped beside this module, and written by `gpufleet prices refresh` as `prices/<date>/` of a project. A refreshed
-folder is complete: prices that were not read again keep their date and source.
+One such folder is shipped beside this module, and `gpufleet prices refresh` writes others as `prices/<date>/` of a
+project. Each is complete: prices that were not read again keep their date and source.
 
-A row of on_demand.csv may be a price change that AWS has announced: its last column `valid_from` is the day from which
-it applies. A file without such rows omits the column.
+A row of on_demand.csv may be a price change that AWS has announced: its last column, `valid_from`, is the day from
+which it applies. A file without such rows may lack the column.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HEADS = {
 
 
 _ZONE = re.compile(r"az\d{1,2}")
-_MOST_USD = 100_000  # the highest price that is accepted for one unit; no node-hour costs nearly as much
+_MOST_USD = 100_000  # the highest accepted price of a unit; no node-hour costs nearly as much
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,14 +48,13 @@ class Price:
     source: str
     as_of: date
     status: Status
-    valid_from: date | None = None  # the day from which it applies; None: now
+    valid_from: date | None = None  # the day from which it applies; None if it applies now
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpotPrice:
-    """A spot price in one zone, named by zone id within its region (az1).
-
-    In a price history, `price` is the median over 7 days, and `low` and `high` are the extremes.
+    """A spot price in one zone, which is named by its id within the region (az1). From a price history, `price` is the
+    median over 7 days, and `low` and `high` are the extremes.
     """
 
     zone: str
@@ -66,7 +65,7 @@ class SpotPrice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prices:
-    """All prices, by (type or item, region). Spot zones come cheapest first."""
+    """All prices, by (type or item, region). Of spot zones, the cheapest comes first."""
 
     on_demand: dict[tuple[str, str], Price] = field(default_factory=dict)
     spot: dict[tuple[str, str], tuple[SpotPrice, ...]] = field(default_factory=dict)
@@ -78,7 +77,7 @@ class Prices:
 
     @property
     def newest(self) -> date:
-        """The newest date of any price; the first day of the calendar when there is none."""
+        """The newest date of any price; the first day of the calendar if there is no price."""
         return max((price.as_of for price in self.all()), default=date.min)
 
     def copy(self) -> Prices:
@@ -99,7 +98,7 @@ class Prices:
 
 
 def read(folder: Path) -> Prices:
-    """The prices of one folder. Raises GpufleetError, with file and line, for an invalid price."""
+    """The prices of one folder. Raises GpufleetError, with file and line, if a price is invalid."""
     prices = Prices()
     zones: dict[tuple[str, str], list[SpotPrice]] = {}
     regions = known_regions()
@@ -163,9 +162,9 @@ def cheapest_first(zones: Iterable[SpotPrice]) -> tuple[SpotPrice, ...]:
 
 
 def newer(base: Prices, over: Prices) -> Prices:
-    """For each key, the price with the newer date; if the dates are equal, the price in `over`. Prices that only one of
-    the two has are kept. Raises GpufleetError if an item has different units in the two, because a bill counts in the
-    units of `base`.
+    """For each key, the price with the newer date, or the price in `over` if the dates are equal. Prices that only one
+    of them has are kept. Raises GpufleetError if the units of an item differ, because a bill counts in the units of
+    `base`.
     """
 
     def spot_date(zones: tuple[SpotPrice, ...]) -> date:
@@ -194,14 +193,14 @@ def newer(base: Prices, over: Prices) -> Prices:
 
 
 def folders(parent: Path) -> list[Path]:
-    """The price folders in `parent`, oldest first. Empty folders and folders with other names are omitted."""
+    """The price folders in `parent`, oldest first, without empty folders and folders with other names."""
     named = [(match, path) for path in _listed(parent) if (match := NAME.fullmatch(path.name)) and _listed(path)]
     return [path for match, path in sorted(named, key=lambda pair: (pair[0][1], int(pair[0][2] or 1)))]
 
 
 def write(prices: Prices, parent: Path, day: date) -> Path:
-    """A new folder in `parent`, named after `day`. It appears complete and readable, or not at all, and never replaces
-    another folder. Raises GpufleetError for prices that `read` would refuse.
+    """Writes a new folder in `parent`, named after `day`. It appears complete and readable, or not at all, and never
+    replaces another folder. Raises GpufleetError if `read` would refuse the prices.
     """
     parent.mkdir(parents=True, exist_ok=True)
     building = parent / f".{day.isoformat()}.{os.getpid()}"
@@ -258,7 +257,7 @@ def _write(path: Path, rows: Iterable[list[object]], more: Sequence[str] = ()) -
 
 def _each(path: Path, take: Callable[[dict[str, str]], None]) -> None:
     try:
-        # spreadsheets begin a file with a byte order mark
+        # spreadsheets write a byte order mark at the beginning
         lines = path.read_text(encoding="utf-8-sig").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         raise GpufleetError(f"{path} cannot be read ({error}); a price folder has {', '.join(_HEADS)}") from None
@@ -266,7 +265,7 @@ def _each(path: Path, take: Callable[[dict[str, str]], None]) -> None:
     columns = next(reader, [])
     if ",".join(columns) not in (head, f"{head},{_FROM}" if path.name == "on_demand.csv" else head):
         raise GpufleetError(f"{path}, line 1: the columns of a price file are {head}")
-    for cells in reader:  # not DictReader, which takes longer than everything that is done with its rows
+    for cells in reader:  # not DictReader, which takes longer than all work on its rows
         if not cells:
             continue
         try:

@@ -1,8 +1,8 @@
-"""The regions that this version knows, one row of regions.csv each; `gpufleet prices refresh` fetches the prices of a
+"""The regions that this version knows. Each has a row in regions.csv; `gpufleet prices refresh` reads the prices of a
 new region.
 
 Columns: the letters of the region's zones, as accounts see them; the prefixes of its usage types in the Price List, the
-likeliest first, or `none` if they have no prefix; its name in the head of a table.
+likeliest first, or `none` for no prefix; and its name in the head of a table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 from gpufleet.infra.catalog.table import read_table
 
 FILE = Path(__file__).with_name("regions.csv")
-# Reads tables of facts from CSV files: each row becomes one record, stored under its key.
 _SIDES = {"northeast": "ne", "northwest": "nw", "southeast": "se", "southwest": "sw"}
 
 
@@ -25,20 +24,20 @@ class Region:
     """One region of AWS."""
 
     name: str
-    zones: tuple[str, ...]  # us-east-2a, ...
+    zones: tuple[str, ...]  # names such as us-east-2a
     usage_prefixes: tuple[str, ...]  # prefixes of its usage types in the Price List
     short: str
 
     @property
     def zone_id_prefix(self) -> str:
-        """The prefix of its zones' ids: use2- for us-east-2, apne1- for ap-northeast-1 (EC2 User Guide, AZ IDs)."""
+        """The prefix of its zone ids: use2- for us-east-2, apne1- for ap-northeast-1 (EC2 User Guide, AZ IDs)."""
         continent, *middle, number = self.name.split("-")
         sides = "".join(_SIDES.get(word, word[0]) for word in middle)
         return f"{continent}{sides}{number}-"
 
 
 def known_regions() -> Mapping[str, Region]:
-    """All regions by name, in the file's order. Raises GpufleetError, with file and line, for an invalid row."""
+    """All regions by name, in the file's order. Raises GpufleetError, with file and line, if a row is invalid."""
     return _read(FILE)
 
 

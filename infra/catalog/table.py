@@ -1,4 +1,4 @@
-"""Tables of facts: CSV files, each row made into one record by its key."""
+"""Reads tables of facts from CSV files. Each row becomes a record, stored under its key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 def read_table(path: Path, key: str, make: Callable[[dict[str, str]], _T]) -> dict[str, _T]:
-    """The records by the value of their column `key`. Raises GpufleetError, with file and line, for an invalid row."""
+    """The records by the value of the column `key`. Raises GpufleetError, with file and line, if a row is invalid."""
     records: dict[str, _T] = {}
     with path.open(encoding="utf-8", newline="") as lines:
         reader = csv.DictReader(lines, restval="")

@@ -53,7 +53,7 @@ DAYS, MOST_DAYS = 30, 365
 
 
 class BakeEngine(run_command.RunEngine, Protocol):
-    """What this command needs of the Pulumi engine."""
+    """What this command needs from the Pulumi engine."""
 
     def up(self, approved: str, config: dict[str, str] | None = None) -> None: ...
 
@@ -61,7 +61,6 @@ class BakeEngine(run_command.RunEngine, Protocol):
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds STACK, the AMI's days, the approval, and the AMI's end."""
     stack.argument(parser)
     parser.add_argument(
         "--data", metavar="PLACE", help="make no AMI, but a snapshot of this folder or s3:// prefix, such as a model's"
@@ -243,7 +242,7 @@ class MadeSnapshot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BakeWork:
-    """One bake, from wherever it is to its end."""
+    """Carries a bake on, from wherever it is, to its end."""
 
     definition: StackDefinition
     made: Made
@@ -296,7 +295,7 @@ class BakeWork:
         return self.whole.approved()
 
     def _wait(self) -> AttemptRecord | None:
-        """Waits for the builder until it has pulled; None, with the reason on the screen, if no node comes."""
+        """Waits until the builder has pulled the images. If no node comes, prints the reason and returns None."""
         s3 = aws.client("s3", self.definition.fleet.region)
         watch = WaitLoop(definition=self.whole.definition, ec2=self._ec2, s3=s3, sleep=self.sleep)
         while (builder := self._builder(s3)) is None:
@@ -304,7 +303,7 @@ class BakeWork:
                 name, again = self.whole.definition.name, f"gpufleet bake {self.made.argument}"
                 raise GpufleetError(
                     f"{name} ended before its disk was kept: `gpufleet status {name}` says why. `{again} --delete`"
-                    f" takes away what it left; then `{again}` begins anew."
+                    f" deletes what it left; then `{again}` begins anew."
                 )
             if watch.until_node(math.inf):
                 return None
@@ -312,7 +311,7 @@ class BakeWork:
         return builder
 
     def _builder(self, s3: Any) -> AttemptRecord | None:
-        """The node that has pulled, and waits; None as long as there is none."""
+        """The node that has pulled the images and waits; None as long as there is none."""
         folder = find_folder(s3, self.whole.definition)
         if folder is None:
             return None

@@ -35,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the probe and writes calibrations/STACK/DEVICE.json. Raises GpufleetError for invalid arguments and if the
+    """Runs the probe and writes calibrations/STACK/DEVICE.json. Raises GpufleetError if arguments are invalid or the
     job fails.
     """
     plain = definition = stack.definition_of(args)

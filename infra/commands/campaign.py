@@ -1,10 +1,11 @@
-"""`gpufleet campaign NAME`: the runs of campaigns/NAME.yaml under one cap, so many at once, each a whole run as of
-`gpufleet run`.
+"""`gpufleet campaign NAME`: carries out the runs of campaigns/NAME.yaml under one cap, several at once, each as
+`gpufleet run` does.
 
 A run begins only once its own limits.max_usd is reserved in the campaign's ledger, and its receipt gives back what it
-did not use. Where less is left than that, but enough for nine runs in ten, its limit becomes what is left. So the cap
-holds by the limits of runs, which hold without this command, also where several of it are started at a time. Killed and
-started again it goes on. A reservation of a driver that is gone for good stays, until another one takes it over.
+did not use. If less is left, but enough for nine runs in ten, what is left becomes the run's limit. So the cap holds
+because the limits of runs hold, and they hold without this command. Several processes of this command (drivers) may run
+at the same time, and a killed one goes on when it is started again. If a driver is gone for good, its reservations stay
+until another one takes them over.
 """
 
 from __future__ import annotations
@@ -48,25 +49,23 @@ from gpufleet.infra.review import policy
 from gpufleet.job.supervisor.campaign_ledger import CampaignLedger, LedgerLostError, LedgerObject, NotReservedError
 from gpufleet.job.text import counted
 
-LOOK_S = 60.0  # between two looks at all runs
+LOOK_S = 60.0  # seconds between two looks at all runs
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the campaign, the approval, and what to do about an earlier driver."""
     parser.add_argument("campaign", metavar="NAME", help="a file of campaigns/ without its .yaml")
-    parser.add_argument("--approve", metavar="HASH", help="of the campaign that was shown; without it you are asked")
+    parser.add_argument("--approve", metavar="HASH", help="the hash of the campaign as shown (else you are asked)")
     parser.add_argument(
-        "--take-over", metavar="DRIVER", help="go on with what this driver began, which is gone for good"
+        "--take-over", metavar="DRIVER", help="go on with the runs of this driver, which is gone for good"
     )
-    parser.add_argument("--look", action="store_true", help="show the ledger, and do no more")
-    parser.add_argument(
-        "--forget", action="store_true", help="delete the ledger of a campaign that is over, and no more"
-    )
+    parser.add_argument("--look", action="store_true", help="only show the ledger")
+    parser.add_argument("--forget", action="store_true", help="only delete the ledger of a campaign that is over")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when every run is over and swept; 1 if it was not approved, if runs do not fit the cap, or if one of them left
-    no results or something in the account. Raises GpufleetError if a run cannot begin, or if the ledger is lost.
+    """0 if every run is over and swept; 1 if the campaign was not approved, if runs do not fit under the cap, or if a
+    run left no results or left something in the account. Raises GpufleetError if a run cannot begin, or the ledger is
+    lost.
     """
     with _lost_ledger_explained():
         return _carried_out(args)
@@ -84,7 +83,7 @@ def _carried_out(args: argparse.Namespace) -> int:
     if args.look:
         return _look(described, region)
     if len(owners := sorted({whole.definition.run.owner for whole in wholes})) > 1:
-        raise GpufleetError(f"the campaign's runs have the owners {', '.join(owners)}; allowed is one")
+        raise GpufleetError(f"the campaign's runs have the owners {', '.join(owners)}; allowed is one run.owner")
     if described.pruner or described.sampler:
         search.require_optuna()
     trials = [StackTrial.plan(trial, whole) for trial, whole in zip(listed, wholes, strict=True)]
@@ -94,7 +93,7 @@ def _carried_out(args: argparse.Namespace) -> int:
     if args.approve != approved:
         print("\n".join(price([trial.priced for trial in trials if trial.priced], described).lines()))
         if described.open:
-            print(f"It also takes what is put into {campaigns.FOLDER}/{described.name}/, under the same cap.")
+            print(f"It also begins runs put into {campaigns.FOLDER}/{described.name}/, under the same cap.")
         print("This is not the approved campaign." if args.approve else f"Hash of this campaign: {approved}.")
         if not run_command.agreed():
             return 1
@@ -124,16 +123,16 @@ def _carried_out(args: argparse.Namespace) -> int:
 def opened_ledger(
     described: CampaignFile, trials: Sequence[CampaignTrial], approved: str, region: str, owner: str
 ) -> LedgerObject:
-    """The campaign's ledger, made the first time, with what was approved. Raises GpufleetError if it is lost."""
+    """The campaign's ledger, with what was approved; made if there is none yet. Raises GpufleetError if it is lost."""
     name, known = described.name, {"approved": approved, "max_usd": described.max_usd, "at_once": described.at_once}
     ledger = campaign_bucket.find_ledger(aws.client, name, region)
     if ledger is None or not ledger.is_there():
         begun = [trial.name for trial in trials if trial.has_begun() or trial.is_over()]
         if begun:
             raise GpufleetError(
-                f"{', '.join(begun)}: begun, and the campaign has no ledger. It is lost, or they were begun by"
-                " themselves. Nothing begins, and what has begun stops before its own limits. A new run.id in their"
-                " files and a new name for the campaign begin anew."
+                f"{', '.join(begun)}: begun, but the campaign has no ledger. It is lost, or the campaign did not begin"
+                " these runs. Nothing more begins, and they stop before their own limits. To begin anew, give their"
+                " files a new run.id and the campaign a new name."
             )
         ledger = campaign_bucket.make_bucket(aws.client, name, region, owner)
         ledger.create(CampaignLedger(began=time.time(), **known))  # type: ignore[arg-type]
@@ -143,19 +142,21 @@ def opened_ledger(
 
 @contextmanager
 def _lost_ledger_explained() -> Iterator[None]:
-    """Raises GpufleetError for a ledger that is lost within the block."""
+    """Raises GpufleetError if the ledger gets lost within the block."""
     try:
         yield
     except LedgerLostError as error:
         raise GpufleetError(
-            f"{error}: nothing more begins. What has begun stops before its own limits, whose sum is within the cap."
-            " `gpufleet run` of each brings its results."
+            f"{error}: nothing more begins. Runs that have begun stop before their own limits, whose sum is within the"
+            " cap. `gpufleet run STACK` downloads the results of each."
         ) from None
 
 
 @contextmanager
 def only_driver(root: Path, name: str) -> Iterator[str]:
-    """The name of this driver in the ledger: who, where. Raises GpufleetError while another one runs in this folder."""
+    """This driver's name in the ledger, which says who runs it and where. Raises GpufleetError if another driver runs
+    in this folder.
+    """
     path = root / ".gpufleet" / "campaigns" / f"{name}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as held:
@@ -167,7 +168,7 @@ def only_driver(root: Path, name: str) -> Iterator[str]:
 
 
 def _look(described: CampaignFile, region: str) -> int:
-    """Prints the ledger; 1 without one."""
+    """Prints the ledger; returns 1 if there is none."""
     ledger = campaign_bucket.find_ledger(aws.client, described.name, region)
     if ledger is None or not ledger.is_there():
         print(f"{described.name} has no ledger: nothing of it has begun.")
@@ -196,8 +197,8 @@ def _tell(name: str, ledger: CampaignLedger, waiting: list[str], wrong: list[str
 
 
 def _require_month(described: CampaignFile, root: Path, definitions: Sequence[StackDefinition]) -> None:
-    """Raises GpufleetError if the campaign's cap breaks max_usd_per_month of policy.yaml. Its own runs, which the cap
-    holds, do not count beside it.
+    """Raises GpufleetError if the campaign's cap breaks max_usd_per_month of policy.yaml. The campaign's own runs do
+    not count beside the cap, because it includes them.
     """
     owner, regions = definitions[0].run.owner, {definition.fleet.region for definition in definitions}
     own = {f"{definition.name}/{definition.run.id}" for definition in definitions}
@@ -214,7 +215,7 @@ def _forget(described: CampaignFile, root: Path, region: str) -> int:
         print(f"{described.name} has no ledger.")
         return 0
     if ledger.is_there() and (goes_on := ledger.read().open_runs()):
-        raise GpufleetError(f"{', '.join(goes_on)}: not ended by the ledger, which stays. Let the campaign end first.")
+        raise GpufleetError(f"the ledger stays until {', '.join(goes_on)} have ended: let the campaign end first")
     CampaignRecords(store=ledger.store).bring(results_folder(described, root))
     campaign_bucket.delete_bucket(aws.client, described.name, region)
     print(f"The ledger of {described.name} is deleted. A new campaign of that name has its whole cap.")
@@ -223,7 +224,7 @@ def _forget(described: CampaignFile, root: Path, region: str) -> int:
 
 @dataclass(kw_only=True, slots=True)
 class Campaign:
-    """The runs under their cap, from wherever they are to the end of the last that fits."""
+    """Carries the runs on under their cap, from wherever they are, to the end of the last one that fits."""
 
     name: str
     trials: list[CampaignTrial]  # in the order in which they begin
@@ -231,24 +232,26 @@ class Campaign:
     driver: str
     approved: str
     max_hours: Decimal | None = None
-    is_open: bool = False  # more trials may come until max_hours
+    is_open: bool = False  # whether more trials may come until max_hours
     find_more: Callable[[Sequence[CampaignTrial], CampaignLedger, float], list[CampaignTrial]] = lambda *_: []
     find_losers: Callable[[Sequence[CampaignTrial], CampaignLedger], Collection[str]] = lambda *_: ()
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.time
     finished: dict[str, int] = field(default_factory=dict)  # exit codes by name
-    stopped: set[str] = field(default_factory=set)  # asked to end, as they lose
-    too_dear: set[str] = field(default_factory=set)  # whose bill has moved, so that they want their own limit
+    stopped: set[str] = field(default_factory=set)  # losing runs that were asked to end
+    too_dear: set[str] = field(default_factory=set)  # runs whose bill has risen, so that they need their own limit
 
     def carry_out(self) -> int:
-        """The exit code, as of `run`. Raises GpufleetError, also if the ledger is lost."""
+        """Carries it out; returns the exit code of `run`. Raises GpufleetError, for example if the ledger is lost."""
         with _lost_ledger_explained():
             while self._step():
                 pass
             return self._report()
 
     def _step(self) -> bool:
-        """Brings home what has ended, and begins one run or waits. False: nothing is left for this driver to do."""
+        """Finishes runs that have ended, and begins one run or waits. Returns False if this driver has nothing left to
+        do.
+        """
         ledger = self.ledger.read()
         self.trials += self.find_more(self.trials, ledger, self._hours_left(ledger))
         own = [trial for trial in self.trials if trial.name in ledger.open_runs(self.driver)]
@@ -259,12 +262,14 @@ class Campaign:
         if over:
             return True
         for trial in own:
-            if not trial.has_begun():  # a kill came between its reservation and its beginning
+            if not trial.has_begun():  # the driver was killed between the reservation and the run's begin
                 trial.begin(ledger.runs[trial.name].usd)
         lost = self.find_losers(self.trials, ledger) if own else ()
         for trial in own:
             if trial.name in lost and trial.name not in self.stopped:
-                print(f"{trial.name} loses, and is asked to end: it saves, and what it does not use comes back.")
+                print(
+                    f"{trial.name} loses, and is asked to end: it saves, and the ledger gets back what it did not use."
+                )
                 trial.stop()
                 self.stopped.add(trial.name)
         if begins := self._next(ledger):
@@ -276,7 +281,7 @@ class Campaign:
         return True
 
     def _next(self, ledger: CampaignLedger) -> CampaignTrial | None:
-        """The first run that fits what is left of dollars, hours and runs at a time."""
+        """The first run that fits what is left of dollars and hours, and the number of runs at a time."""
         if len(ledger.open_runs()) >= ledger.at_once:
             return None
         ready = [trial for trial in self.trials if trial.name not in ledger.runs]
@@ -289,7 +294,7 @@ class Campaign:
     def _begin(self, trial: CampaignTrial) -> None:
         if trial.has_begun() or trial.is_over():
             if trial.name in self.ledger.read().runs:
-                return  # another driver came between
+                return  # another driver was faster
             raise GpufleetError(
                 f"{trial.name} was begun without a reservation of this campaign. Take it out, or give it a new run.id."
             )
@@ -303,7 +308,7 @@ class Campaign:
         except NotReservedError as error:
             if self.ledger.read().approved != self.approved:
                 raise GpufleetError(f"{error}: nothing more begins here") from None
-            return  # here too
+            return  # another driver was faster
         usd = ledger.runs[trial.name].usd
         print(f"{trial.name} begins: {ledger.rest:.2f} USD are left, and it stops before {usd:f}.")
         try:
@@ -327,7 +332,7 @@ class Campaign:
         if waiting:
             print(f"Not begun, since their limits do not fit: {', '.join(waiting)}.")
         for name, driver in held.items():
-            print(f"{name} is {driver}'s. If that is gone for good: --take-over '{driver}'.")
+            print(f"{name} is driven by {driver}. If that driver is gone for good: --take-over '{driver}'.")
         if wrong:
-            print(f"Look at {', '.join(wrong)}: `gpufleet run` of each goes on.")
+            print(f"Look at {', '.join(wrong)}: `gpufleet run` continues each of them.")
         return 1 if waiting or wrong or held else 0

@@ -1,4 +1,4 @@
-"""`gpufleet canary`: the first run on an account, for less than half a dollar, and a file of what AWS did."""
+"""`gpufleet canary`: makes the first run on an account, for less than half a dollar, and a file about what AWS did."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from gpufleet.infra.evidence import proofs
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Command-line arguments."""
     parser.add_argument("--region", default="us-east-2", help="where it runs (default: %(default)s)")
     parser.add_argument("--no-notice", action="store_true", help="leave out FIS, whose notice costs 0.20 USD")
-    parser.add_argument("--no-gpu", action="store_true", help="on types without a GPU: what needs one is not met")
-    parser.add_argument("--embedded", action="store_true", help="on the embedded AWS: what it does, without an account")
+    parser.add_argument(
+        "--no-gpu", action="store_true", help="use types without a GPU, and test nothing that needs one"
+    )
+    parser.add_argument("--embedded", action="store_true", help="run on the embedded AWS, without an account")
     parser.add_argument("--bill", action="store_true", help="a day later: add what AWS charged to the newest file")
     parser.add_argument("--yes", action="store_true", help="do not ask whether it may cost the stated amount")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when nothing was refuted and nothing is left, 1 when something was."""
+    """0 if no assumption was refuted and nothing is left in the account, else 1."""
     root = project_root(Path.cwd())
     check_region(args.region)
     if args.bill:
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         raise GpufleetError(f"the canary is not installed ({error}): pip install 'gpufleet[rehearsal]'") from error
 
     if shutil.which("pulumi") is None:
-        raise GpufleetError("pulumi is not on PATH: the canary's stacks are made by it, as yours will be")
+        raise GpufleetError("pulumi is not on PATH: the canary makes its stacks with it. Install Pulumi")
 
     def client(service: str) -> Any:
         return aws.client(service, args.region)
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         if not by_notice and not args.no_notice:
             print(f"  no notice by FIS: {refused}")
         if not args.yes and not _agreed():
-            raise GpufleetError("nothing was made. `--yes` begins without asking")
+            raise GpufleetError("you did not agree, so nothing was made. `--yes` begins without asking")
         state = project / "state"
         state.mkdir(exist_ok=True)
         settings = _of_user(state)
@@ -97,7 +98,7 @@ def _bill(region: str, root: Path) -> int:
     """Prints the newest canary's receipts beside AWS's charges, and adds these to its file."""
     last = proofs.newest(root, region)
     if last is None:
-        raise GpufleetError(f"no canary has flown in {region}: `gpufleet canary --region {region}` sends one")
+        raise GpufleetError(f"no canary has run in {region} yet: run `gpufleet canary --region {region}` first")
     receipts = charges.kept_receipts(last, root)
     ce = aws.client("ce", actual_bill.REGION)
     actual_bill.require_tags(ce)
@@ -107,7 +108,7 @@ def _bill(region: str, root: Path) -> int:
 
 
 def _of_user(state: Path) -> Mapping[str, str]:
-    """The user's AWS variables, and an engine's state of the canary's own."""
+    """The user's AWS variables, with settings that give the canary its own engine state."""
     own = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     backend = {"PULUMI_BACKEND_URL": f"{state.resolve().as_uri()}?metadata=skip"}
     home = {"PULUMI_HOME": os.environ["PULUMI_HOME"]} if "PULUMI_HOME" in os.environ else {}
@@ -120,7 +121,7 @@ def _opened(engine: Any) -> Iterator[Any]:
 
 
 def _of_before(project: Path, client: Any) -> None:
-    """Removes what a canary that was killed has left, in the account and of its engine's state."""
+    """Removes what a killed canary has left in the account and in its engine's state."""
     if not (project / "stacks").is_dir():
         return
     flight = Flight(
@@ -128,7 +129,7 @@ def _of_before(project: Path, client: Any) -> None:
     )
     flight.leave_nothing()
     if flight.facts.seen["left.at_end"] != [0]:
-        raise AwsRefused("an earlier canary has left what could not be removed: see above, and remove it first")
+        raise AwsRefused("an earlier canary left resources that could not be removed: remove those listed above first")
     shutil.rmtree(project)
 
 
@@ -137,7 +138,7 @@ def _agreed() -> bool:
 
 
 def _embedded(args: argparse.Namespace, root: Path) -> int:
-    """Flies on the embedded AWS, whose file says so and lies among the rehearsals."""
+    """Runs the canary on the embedded AWS. Its file says so, and lies among the rehearsals."""
     from gpufleet.rehearsal import environment
 
     environment.forget_account()
@@ -145,7 +146,7 @@ def _embedded(args: argparse.Namespace, root: Path) -> int:
         from gpufleet.rehearsal import canary
         from gpufleet.rehearsal.cloud import Cloud
     except ImportError as error:
-        raise GpufleetError(f"the embedded AWS is not there ({error}): pip install 'gpufleet[rehearsal]'") from error
+        raise GpufleetError(f"the embedded AWS is missing ({error}): pip install 'gpufleet[rehearsal]'") from error
     with tempfile.TemporaryDirectory(prefix="gpufleet-canary-") as folder:
         place = Path(folder)
         with Cloud(place / "cloud", region=args.region, habits=canary.HABITS) as cloud:
@@ -159,7 +160,7 @@ def _embedded(args: argparse.Namespace, root: Path) -> int:
 
 
 def _flown(flight: Flight, region: str, folder: Path, *, embedded: bool) -> int:
-    """Flies, writes the file, and prints what was refuted."""
+    """Runs the canary, writes the file, and prints what was refuted."""
     why = flight.fly()
     beside = proofs.newest(folder.parents[1]) if embedded else None
     made = proof.make(flight, region, datetime.now(UTC), why=why, beside=beside, embedded=embedded)
@@ -169,7 +170,7 @@ def _flown(flight: Flight, region: str, folder: Path, *, embedded: bool) -> int:
 
 
 def _written(made: dict[str, Any], folder: Path) -> int:
-    """Writes the file and prints what it refutes; 1 when it refutes something."""
+    """Writes the file and prints what it refutes; returns 1 if it refutes something."""
     path = proof.write(made, folder)
     for line in proof.lines(made):
         print(line)

@@ -1,4 +1,4 @@
-"""`gpufleet cloud`: the embedded AWS alone, for your own pulumi, boto3 or aws in another shell."""
+"""`gpufleet cloud`: serves the embedded AWS alone, for your own pulumi, boto3 or aws in another shell."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from gpufleet.infra.evidence import proofs
 from gpufleet.job.kind import EXPERIMENTS
 from gpufleet.rehearsal import environment
 
-LOOK_S = 1.0  # seconds between two looks at whether it should end
+LOOK_S = 1.0  # seconds between two checks whether it should end
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--region", default="us-east-2", help="the region the printed lines name (default: %(default)s)"
+        "--region", default="us-east-2", help="the region that the printed lines name (default: %(default)s)"
     )
     parser.add_argument("--port", type=int, default=0, help="loopback port of the endpoint (default: any free one)")
     parser.add_argument(
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         from gpufleet.rehearsal import engine, habits, provider, scratch
         from gpufleet.rehearsal.cloud import Cloud
     except ImportError as error:
-        raise GpufleetError(f"the embedded AWS is not there ({error}): pip install 'gpufleet[rehearsal]'") from error
+        raise GpufleetError(f"the embedded AWS is missing ({error}): pip install 'gpufleet[rehearsal]'") from error
 
     root = project_root(Path.cwd())
     like = habits.recorded(proofs.read(args.proof)) if args.proof else habits.Habits()
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="gpufleet-cloud-") as folder:
             project = scratch.make(Path(folder) / "project", {})
             names = names_of(root)
-            # definitions are not checked here: each command shows the errors of the file that it reads
+            # definitions are not checked here, because each command checks the file that it reads
             for name in names:
                 shutil.copy(root / "stacks" / f"{name}.yaml", project / "stacks")
             if (root / "data").is_dir():
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def example(names: list[str]) -> str:
-    """Example commands for the other shell, with the name of one of the project's stacks."""
+    """Example commands for the other shell, with one of the project's stacks."""
     if not names:
         return "There is no stack: run this inside a project, or put definition files into the folder's stacks/."
     first = next((name for name in EXPERIMENTS if name in names), names[0])
@@ -108,7 +108,7 @@ def _wait_for_end(timeout_s: float | None) -> None:
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     piped = _is_pipe()
     while deadline is None or time.monotonic() < deadline:
-        # Python acts on a signal only between two instructions: one that comes right before a wait is seen after it.
+        # Python acts on signals between two instructions, so that one which comes right before a wait is seen after it
         wait_s = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
         readable, _, _ = select.select([sys.stdin] if piped else [], [], [], wait_s)
         if readable and not os.read(sys.stdin.fileno(), 4096):

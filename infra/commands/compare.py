@@ -20,7 +20,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import atomic
 
 PICTURES = (".png", ".svg")
-LONGEST_H = 366 * 24  # the most hours ahead for limits.deadline
+LONGEST_H = 366 * 24  # limits.deadline may be at most this many hours ahead
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     view = parser.add_mutually_exclusive_group()
     view.add_argument(
-        "--all", action="store_true", help="every option on a line of its own, scenarios, regions, batches"
+        "--all", action="store_true", help="every option on its own line, and scenarios, regions, batches"
     )
     view.add_argument("--json", action="store_true", help="the same for programs; keys in gpufleet docs compare")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw cost against time into this .png or .svg file")
@@ -44,10 +44,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; 1 if nothing could be run in time."""
+    """0; 1 if no option can be run in time."""
     for name, file in (("--plot", args.plot), ("--html", args.html)):
         if file and not file.parent.is_dir():
-            raise GpufleetError(f"{name} {file}: there is no folder {file.parent}; make it, or draw elsewhere")
+            raise GpufleetError(f"{name} {file}: there is no folder {file.parent}; make it, or name another file")
     if args.plot and args.plot.suffix not in PICTURES:
         raise GpufleetError(f"--plot {args.plot}: the file's name must end in one of {', '.join(PICTURES)}")
     path, root, now = stack.path_of(args), project_root(Path.cwd()), datetime.now(UTC)
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _drawn(compared: Comparison, args: argparse.Namespace) -> int:
-    """Prints where the pictures are; returns the exit code."""
+    """Draws the pictures and prints where they are; returns the exit code."""
     for file in filter(None, (args.plot, args.html)):
         print(f"\ndrawn: {file}")
     return 0 if compared.runnable else 1

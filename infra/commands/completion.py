@@ -16,7 +16,6 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds SHELL."""
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
 
 
@@ -30,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
 def answer(commands: Mapping[str, str], line: str) -> None:
     """Writes the possible continuations of the command `line` and ends the process, as the shell's function expects. To
-    be quick, it loads only the arguments of the command that is typed.
+    be quick, it loads only the arguments of the typed command.
     """
     import argcomplete
 
@@ -53,7 +52,7 @@ def command_line(commands: Mapping[str, str], line: str) -> argparse.ArgumentPar
 
 
 def stacks(prefix: str, **_: object) -> Iterable[str]:
-    """The project's stacks; files if the user has begun to type a path."""
+    """The project's stacks, or files if the user has begun to type a path."""
     if "/" not in prefix:
         return names_of(project_root(Path.cwd()))
     from argcomplete.completers import FilesCompleter
@@ -63,7 +62,7 @@ def stacks(prefix: str, **_: object) -> Iterable[str]:
 
 
 def scenarios(parsed_args: argparse.Namespace, **_: object) -> Iterable[str]:
-    """The scenarios of the stack that the line names."""
+    """The scenarios of the stack that the command line names."""
     import yaml
 
     try:

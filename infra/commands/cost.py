@@ -1,7 +1,7 @@
-"""`gpufleet cost STACK`: the bill of a definition or of a campaign, without Pulumi, credentials or network.
+"""`gpufleet cost STACK`: prints the bill of a definition or of a campaign, without Pulumi, credentials or network.
 
-A scenario that cannot be launched (with several nodes, a buffer, or nodes held longer than the work needs) has a bill
-too, which says so. For a scenario that ran elsewhere, the command shows only what its plan claims.
+A scenario that cannot be launched (because of a buffer, or because nodes are held longer than the work needs) has a
+bill too, which says so. For a scenario that ran elsewhere, the command shows only the claim in the file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "others", metavar="STACK", nargs="*", help="more stacks: shows what the runs of all cost together"
     )
     parser.add_argument(
-        "--times", metavar="N", type=_times, help="this number of runs of each stack: a sweep under one budget"
+        "--times", metavar="N", type=_times, help="the number of runs of each stack: a sweep under one budget"
     )
     parser.add_argument(
         "--scenario", metavar="NAME", help="the bill of this scenario of the file, even if the stack runs another"
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     bill = replace(bill, warnings=(*bill.warnings, *map(BeforeLaunch, first)))
     fallbacks, without = list["Fallback"](), list[Problem]()
     if definition.fleet.market.stands_by:
-        # imported here, because most bills need no policy
+        # imported here, because most bills have no fallback
         from gpufleet.infra.bill.fallback import fallback_problems, price_fallbacks
 
         fallbacks = price_fallbacks(definition, bill, now)
@@ -156,14 +156,14 @@ def _stages(definition: StackDefinition, root: Path, now: datetime, *, as_json: 
 
 
 def _campaign(args: argparse.Namespace, root: Path, now: datetime) -> int:
-    """Prints what a campaign comes to."""
+    """Prints the bill of a campaign."""
     from gpufleet.infra.bill.campaign import PricedTrial, price
     from gpufleet.infra.bill.project import bill_of
     from gpufleet.infra.evidence.observations import observations
     from gpufleet.infra.risk.hazard import learn
 
     if args.others or args.times is not None or args.scenario is not None:
-        raise GpufleetError(f"{args.stack} is a campaign, which is priced alone")
+        raise GpufleetError(f"{args.stack} is a campaign, which is priced alone: leave out the other arguments")
     described = campaigns.load(args.stack, root)
     trials = campaigns.trials(described, root)
     campaigns.write(trials, root)
@@ -189,7 +189,7 @@ def _several(args: argparse.Namespace, root: Path, now: datetime) -> int:
     from gpufleet.infra.risk.hazard import learn
 
     if args.scenario is not None:
-        raise GpufleetError("--scenario is of one bill; `pulumi config set scenario NAME` chooses one for a stack")
+        raise GpufleetError("--scenario is for one stack; `pulumi config set scenario NAME` sets a stack's scenario")
     catalog, hazards, bills = load_catalog(day=now.date()), learn(observations(root)), []
     for name in (args.stack, *args.others):
         definition = stack.definition_of(argparse.Namespace(stack=name), past_deadline=False)

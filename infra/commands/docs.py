@@ -1,4 +1,4 @@
-"""`gpufleet docs`: the pages of this version, which bills, errors and written files cite."""
+"""`gpufleet docs`: prints the pages of this version, which bills, errors and written files cite."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ PAGES = {path.stem: path for path in sorted((Path(__file__).parents[2] / "docs")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the page's name."""
     parser.add_argument(
         "page", metavar="PAGE", nargs="?", choices=PAGES, help="such as bill; without a name, all names are listed"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the page, or each page's name and title."""
+    """Prints the page, or the names and titles of all pages."""
     for name, path in PAGES.items():
         text = path.read_text(encoding="utf-8")
         if args.page is None:

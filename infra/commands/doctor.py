@@ -1,4 +1,4 @@
-"""`gpufleet doctor`: whether this account can run the definition; with --pin it first writes AMI and image digest."""
+"""`gpufleet doctor`: checks whether this account can run the definition; --pin first writes AMI and image digest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 if something stands in the way of `pulumi up`."""
+    """Prints the checks; returns 1 if something would make `pulumi up` fail."""
     definition = stack.definition_of(args, staged=True)
     if args.rights:
         print(rights.policy(definition))

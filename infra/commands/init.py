@@ -22,13 +22,12 @@ from gpufleet.infra.review import policy, workflow
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds NAME, and the arguments of `gpufleet new`."""
     parser.add_argument(
-        "name", metavar="NAME", nargs="?", help="of a first stack, which is written as by `gpufleet new`"
+        "name", metavar="NAME", nargs="?", help="the name of a first stack, to write as `gpufleet new` does"
     )
     parser.add_argument("--code", metavar="DIR", type=Path, default=Path(), help="its training code (default: here)")
     parser.add_argument(
-        "--yes", action="store_true", help="write the project even if the folder is in no git repository"
+        "--yes", action="store_true", help="write the project even if the folder is not in a git repository"
     )
     parser.add_argument(
         "--command", metavar="TEXT", default="", help="the command that starts it there, as you would type it"
@@ -36,8 +35,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes missing files and prints each. Raises GpufleetError before anything is written if other files of the
-    folder have names that gpufleet would read.
+    """Writes missing files and prints each. If other files of the folder have names that gpufleet would read, raises
+    GpufleetError before it writes anything.
     """
     root = Path.cwd()
     if args.name:
@@ -46,12 +45,12 @@ def run(args: argparse.Namespace) -> int:
     repository = git.top(root)
     if repository is None and not args.yes and not _confirmed(root):
         raise GpufleetError(
-            f"{root} is in no git repository, and nothing was written: cd into the one that holds your code, run"
+            f"{root} is not in a git repository, so nothing was written: cd into the repository of your code, run"
             " `git init` here, or pass --yes"
         )
     repository = repository or root
     _project(root, repository)
-    # not for a checkout of gpufleet itself
+    # a checkout of gpufleet itself needs no copy of the schema
     if json_schema.modeline(root / "stacks", root) in ("", f"{MODELINE}{Path(SCHEMA).name}"):
         _write(root / SCHEMA, json_schema.text(), root)
     for name, text in stacks.shipped().items():
@@ -66,21 +65,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _confirmed(root: Path) -> bool:
-    """Whether the user wants the files in a folder without a repository; no if nobody can be asked."""
+    """Whether the user wants the files in a folder without a repository; False if nobody can be asked."""
     return sys.stdin.isatty() and input(f"{root} is in no git repository. Write a project here? [y/N] ") in ("y", "yes")
 
 
 def _refuse_others(root: Path) -> None:
-    """Raises GpufleetError for files that would break every bill."""
+    """Raises GpufleetError if files of the folder would break every bill."""
     try:
         load_catalog(root)
         observations(root)
         policy.find_policy(root)
     except GpufleetError as error:
         raise GpufleetError(
-            f"{error}\ngpufleet reads prices/, receipts/, traces/ and policy.yaml of its project. If these files of "
-            f"yours are not for gpufleet, run this in a new folder of the repository; `--code ..` names your code from "
-            f"there."
+            f"{error}\ngpufleet reads prices/, receipts/, traces/ and policy.yaml of its project. If these files are "
+            f"not for gpufleet, run this in a new folder of the repository; from there, `--code ..` names your code."
         ) from None
 
 
@@ -90,7 +88,7 @@ def _project(root: Path, repository: Path) -> None:
     if there and not (root / PROGRAM).exists():
         print(
             f"{there} exists already, so no Pulumi program is written. Your own program can declare a run by "
-            f"gpufleet.TrainingRun; for a Pulumi project of gpufleet's own, run this in another folder."
+            f"gpufleet.TrainingRun. For a new Pulumi project, run this in another folder."
         )
         return
     options = project.python_of(root, repository)
@@ -100,7 +98,7 @@ def _project(root: Path, repository: Path) -> None:
 
 
 def _python(options: dict[str, str]) -> str:
-    """Which Python the Pulumi engine uses with these options, and what you have to put right about it."""
+    """Which Python the Pulumi engine uses with these options, and what the user has to correct about it."""
     if options["toolchain"] != "pip":
         return f"the environment of {options['toolchain']}.lock"
     lacks = "" if find_spec("pip") else "; CHECK: it has no pip, which the engine needs to list packages: add it"
@@ -112,8 +110,8 @@ def _python(options: dict[str, str]) -> str:
 
 
 def _ignore(root: Path) -> None:
-    """Adds this environment and the files that commands write to .gitignore, unless it lists them in some form. An
-    existing results/ belongs to the repository.
+    """Adds this environment and the files that commands write to .gitignore, unless they are listed there in some form.
+    An existing results/ belongs to the repository.
     """
     prefix, file = Path(sys.prefix), root / ".gitignore"
     names = [".gpufleet", "rehearsals"] + ["results"] * (not (root / "results").exists())
@@ -134,7 +132,7 @@ def _workflow(root: Path, repository: Path) -> None:
     install = workflow.installation(root)
     new_one = _write(repository / ".github" / "workflows" / name, workflow.workflow(folder, install), repository)
     if new_one and install.endswith(workflow.CHECK):
-        print("  CHECK in that file where CI gets gpufleet from: here it was installed from a file.")
+        print("  CHECK in that file from where CI installs gpufleet: here it was installed from a file.")
 
 
 def _write(file: Path, text: str, below: Path) -> bool:

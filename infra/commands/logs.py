@@ -14,12 +14,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--follow", "-f", action="store_true", help="print new lines until the run is done")
     group.add_argument(
-        "--boot", action="store_true", help="print the output of the nodes' boot scripts instead of the job's"
+        "--boot", action="store_true", help="print the output of the nodes' boot scripts, not of the job"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 if --follow finds that no node goes on with the run."""
+    """Prints the logs; returns 1 if --follow finds that no node will go on with the run."""
     definition = stack.definition_of(args)
     region = definition.fleet.region
     logs, s3, ec2 = (aws.client(service, region) for service in ("logs", "s3", "ec2"))

@@ -17,8 +17,7 @@ from gpufleet.job.text import counted
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds NAME and the folder of the code."""
-    parser.add_argument("name", metavar="NAME", help="of the stack: stacks/NAME.yaml is written")
+    parser.add_argument("name", metavar="NAME", help="the stack's name: stacks/NAME.yaml is written")
     parser.add_argument("--code", metavar="DIR", type=Path, default=Path(), help="its training code (default: here)")
     parser.add_argument(
         "--command", metavar="TEXT", default="", help="the command that starts it there, as you would type it"
@@ -29,16 +28,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes a valid stacks/NAME.yaml, and prints which facts about the code it found and which not. Raises
-    GpufleetError.
-    """
+    """Writes a valid stacks/NAME.yaml, and prints which facts about the code were found. Raises GpufleetError."""
     write_definition(project_root(Path.cwd()), args.name, args.code, args.command, tries=args.tries)
     return 0
 
 
 def write_definition(root: Path, name: str, code: Path, command: str, *, tries: bool = False) -> None:
-    """Writes the definition file of stack `name` in the project `root`, and prints notes about it. `tries`: runs the
-    command in a copy of the folder, and watches it. Raises GpufleetError.
+    """Writes the definition file of stack `name` in the project `root`, and prints notes about it. If `tries`, it first
+    runs the command in a copy of the folder and watches it. Raises GpufleetError.
     """
     path = named(root, name)
     if path.exists():
@@ -65,7 +62,7 @@ def write_definition(root: Path, name: str, code: Path, command: str, *, tries: 
 
 
 def _tried(facts: ScriptFacts, made: Draft, code: Path) -> list[str]:
-    """Runs the draft's command, adds the observations to `facts`, and returns problems as sentences."""
+    """Runs the draft's command, adds what it observes to `facts`, and returns problems as sentences."""
     from gpufleet.infra.discover.seen import with_seen
     from gpufleet.infra.discover.trial import trial
 

@@ -1,5 +1,5 @@
-"""`gpufleet prepare STACK [TEXT]`: prepares a run's data. It makes the dataset in storage.dataset from its source or
-from a text, or it lists and hashes storage.inputs.
+"""`gpufleet prepare STACK [TEXT]`: prepares a run's data. It makes the dataset of storage.dataset from its source or
+from a text, or it lists and hashes the files of storage.inputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from gpufleet.infra.inputs.prepare import prepare_folders, prepare_inputs, repea
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds STACK, TEXT and the place of the tokenizer."""
     stack.argument(parser)
     progress.argument(parser)
     parser.add_argument(
@@ -38,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepares the data unless they are prepared already, and prints what the run will cost with them."""
+    """Prepares the data, unless that was done already, and prints what the run will cost with them."""
     root, now = project_root(Path.cwd()), datetime.now(UTC)
     say = progress.say(args, _say)
     if args.rehearsal:

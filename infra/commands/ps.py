@@ -1,4 +1,4 @@
-"""`gpufleet ps`: every run of the account and of this project, one line each."""
+"""`gpufleet ps`: lists every run of the account and of this project."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpufleet.job.text import counted
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--region", action="append", default=[], help="look in this region too, beside the stacks' regions"
+        "--region", action="append", default=[], help="look in this region too, besides the stacks' regions"
     )
     parser.add_argument("--json", action="store_true", help="the same for programs: a list of runs")
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     for name in names_of(root):
         try:
             definitions += load(find(name, root), now=now, past_deadline=True, staged=True).parts
-        except DefinitionError:  # `gpufleet cost` shows its problems
+        except DefinitionError:  # `gpufleet cost` reports the file's problems
             continue
     regions = sorted({*args.region, *(definition.fleet.region for definition in definitions)})
     if not regions:

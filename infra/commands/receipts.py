@@ -1,4 +1,4 @@
-"""`gpufleet receipts [STACK]`: every run's cost next to its bill, why the two differ, and how accurate bills are."""
+"""`gpufleet receipts [STACK]`: shows runs' costs beside their bills, why they differ, and how accurate bills are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ SHOWN = 10
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds an optional STACK."""
     parser.add_argument("stack", metavar="STACK", nargs="?", help="only the runs of this stack")
     parser.add_argument(
         "--focus",
@@ -44,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"gpufleet: {sentence}", file=sys.stderr)
     tell([receipt.to_json() for receipt in known])
     if not known:
-        stacks_of(root)  # raises outside of a project, where no receipts can be
+        stacks_of(root)  # raises outside of a project, where there can be no receipts
         of = f" of {args.stack}" if args.stack else ""
         print(f"No receipt{of} yet: `gpufleet results STACK` keeps the receipt of a run that has ended.")
         return 1
@@ -87,8 +86,8 @@ def _show_charges(shown: Sequence[Receipt]) -> None:
 
 
 def _name(stack: str, root: Path) -> str:
-    """The name under which a stack's receipts are kept: the name of the file that STACK leads to. It may be a file that
-    was removed since. Raises GpufleetError if there is no such stack.
+    """The name under which a stack's receipts are kept: that of its file, which may have been removed since. Raises
+    GpufleetError if there is no such stack.
     """
     if (root / receipts.FOLDER / stack).is_dir() and not (root / "stacks" / f"{stack}.yaml").is_file():
         return stack
@@ -96,8 +95,8 @@ def _name(stack: str, root: Path) -> str:
 
 
 def table(receipts_shown: Sequence[Receipt], causes: Iterable[str]) -> Iterator[str]:
-    """A line per run, with the USD of each cause in `causes`. If `causes` is empty, it shows the cost within the bill's
-    range instead. The column `graded` has `-` if the run does not count.
+    """One line per run, with the USD of each cause in `causes`, or, if `causes` is empty, with the cost within the
+    bill's range. The column `graded` has `-` if the run does not count.
     """
     causes = tuple(causes)
     columns = (

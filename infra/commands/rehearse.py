@@ -1,4 +1,4 @@
-"""`gpufleet rehearse STACK`: the whole run on this machine, against an embedded AWS."""
+"""`gpufleet rehearse STACK`: makes the whole run on this machine, against an embedded AWS."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 if everything held, 1 if a step failed, 130 on Ctrl-C."""
+    """0 if everything held, 1 if a step failed, 130 after Ctrl-C."""
     if args.all and args.again:
-        raise GpufleetError("--exact and --limit are of one command: name its stack in place of --all")
+        raise GpufleetError("--exact and --limit are for one command: name its stack instead of --all")
     if args.all and args.stack:
-        raise GpufleetError(f"--all rehearses every stack, {args.stack} only one: give either of the two")
+        raise GpufleetError(f"--all rehearses every stack, but {args.stack} is one: give one of the two")
     if not args.all and not args.stack:
         names = ", ".join(names_of(project_root(Path.cwd()))) or "none in stacks/ here"
         raise GpufleetError(f"which stack is to be rehearsed? There are {names}; --all rehearses each in turn")

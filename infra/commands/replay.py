@@ -1,4 +1,4 @@
-"""`gpufleet replay TRACE... STACK`: tests on availability traces whether the bill's stated interval holds."""
+"""`gpufleet replay TRACE... STACK`: tests on availability traces whether the bill's range holds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from gpufleet.job.progress import shown
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds TRACE..., STACK and the length of the run."""
     parser.add_argument("traces", metavar="TRACE", nargs="+", type=Path, help=".json or .csv files: gpufleet docs risk")
     stack.argument(parser)
     progress.argument(parser)
@@ -33,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the outcome on the traces. Returns 0 if the bill's interval held, else 1."""
+    """Prints the outcome on the traces. Returns 0 if the bill's range held, else 1."""
     traces = [read_trace(path) for path in args.traces]
     type_, exposure = _exposure(args)
     gpus = load_catalog().instances[type_].gpu_count
@@ -51,12 +50,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _exposure(args: argparse.Namespace) -> tuple[str, Exposure]:
-    """The bill's type and its spot side, for `--work-hours` hours of work if that is given."""
+    """The bill's instance type, and the exposure of its run on spot, with --work-hours hours of work if given."""
     definition, root = stack.definition_of(args), project_root(Path.cwd())
-    # a trace must not be used to judge a hazard that was learned from it
+    # a trace must not judge a hazard that was learned from it
     side = bill_of(definition, root, load_catalog(), but=args.traces).spot
     if side is None:
-        raise GpufleetError(f"{definition.source}: no listed type has a spot price here; there is nothing to replay")
+        raise GpufleetError(f"{definition.source}: no listed type has a spot price here, so nothing can be replayed")
     if args.work_hours is None:
         return side.type, side.exposure
     if not (0 < args.work_hours < math.inf):

@@ -1,5 +1,5 @@
-"""`gpufleet report STACK`: writes one HTML file about an ended run, for any browser, without a network. The file of a
-campaign is about all runs that have ended, and another beside it has their figures and receipts for programs.
+"""`gpufleet report STACK`: writes one HTML file about an ended run, for any browser, without a network. For a campaign,
+the file is about all ended runs, and another file beside it has their figures and receipts for programs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the page and prints its place."""
+    """Writes the page and prints where it is."""
     root = project_root(Path.cwd())
     if campaigns.path_of(args.stack, root) and args.stack not in names_of(root):
         described = campaigns.load(args.stack, root)
@@ -54,8 +54,8 @@ def _write(target: Path, content: bytes) -> None:
 
 
 def _brought(described: CampaignFile, root: Path) -> Path:
-    """The folder of the campaign's documents, after those in its bucket have come. Without a bucket, as after
-    `gpufleet campaign NAME --forget`, it is as it was.
+    """The folder of the campaign's documents, to which those in its bucket were added. If there is no bucket, as after
+    `gpufleet campaign NAME --forget`, nothing is added.
     """
     folder = results_folder(described, root)
     first = campaigns.trials(described, root)[:1]
@@ -68,7 +68,7 @@ def _brought(described: CampaignFile, root: Path) -> Path:
 
 
 def _newest(root: Path, name: str, run_id: str) -> Path:
-    """The folder of the run's results, made by `gpufleet results` or by a rehearsal: the newer of both."""
+    """The folder of the run's results: the newer one of `gpufleet results` and of a rehearsal."""
     places = (root / "results" / name / run_id, root / "rehearsals" / name / run_id / "results")
     there = [place for place in places if (place / RECEIPT).is_file()]
     if not there:

@@ -1,7 +1,7 @@
-"""`gpufleet run NAME`: the whole of a run in one command: its bill, an approval, up, wait, results, destroy, sweep.
+"""`gpufleet run NAME`: carries out a whole run: its bill, an approval, up, wait, results, destroy, sweep.
 
-It keeps no record of its own. What exists says how far the run is: the stack's output, its fleet, the run's folder in
-the bucket, the results on this machine. So the same command goes on wherever an earlier one was stopped.
+The command keeps no state. What exists shows how far the run is: the stack's output, its fleet, the run's folder in the
+bucket, the results on this machine. So the same command goes on wherever an earlier one was stopped.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from gpufleet.infra.program.run_guard import Previous
 from gpufleet.infra.review import policy
 from gpufleet.job.contract.workdir import RECEIPT
 
-LOOK_S = 60.0  # between two looks at a run
+LOOK_S = 60.0  # seconds between two looks at a run
 
 
 class RunEngine(Protocol):
-    """What this command needs of the Pulumi engine."""
+    """What this command needs from the Pulumi engine."""
 
     def select(self) -> None: ...
 
@@ -51,21 +51,20 @@ class RunEngine(Protocol):
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds STACK and the approval."""
     stack.argument(parser)
-    parser.add_argument("--approve", metavar="HASH", help="of the bill that was shown; without it you are asked")
+    parser.add_argument("--approve", metavar="HASH", help="the hash of the bill that was shown (else you are asked)")
     parser.add_argument("--begin", action="store_true", help="end as soon as `up` is done, and do nothing later")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when the run is over and nothing unwanted is left; 1 if it was not approved, left no results, or left
-    something in the account.
+    """0 if the run is over and nothing unwanted is left; 1 if it was not approved, left no results, or left something
+    in the account.
     """
     return opened(args).carry_out()
 
 
 def opened(args: argparse.Namespace) -> WholeRun:
-    """The run of STACK, its Pulumi stack made and selected."""
+    """The run of STACK, whose Pulumi stack is made and selected."""
     root = project_root(Path.cwd())
     name = Path(args.stack).stem if is_path(args.stack) else args.stack
     definition = stack.definition_of(args, staged=True)  # first: a mistyped name makes no Pulumi stack
@@ -76,17 +75,17 @@ def opened(args: argparse.Namespace) -> WholeRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeRun:
-    """One run, from wherever it is to its end."""
+    """Carries a run on, from wherever it is, to its end."""
 
     args: argparse.Namespace
     definition: StackDefinition
     root: Path
     engine: RunEngine
-    begins_with: str = ""  # the command that begins it; empty: gpufleet run STACK
+    begins_with: str = ""  # the command that begins it; empty for `gpufleet run STACK`
     sleep: Callable[[float], None] = time.sleep
 
     def carry_out(self) -> int:
-        """The exit code, as of `run`."""
+        """Carries the run out; returns the exit code of `run`."""
         if not self.is_over():
             if not self.has_begun():
                 approved = self.approved()
@@ -101,12 +100,12 @@ class WholeRun:
                 return code
         self._tell("over")
         if self.args.begin:
-            print(f"{self.definition.name}, run {self.definition.run.id}, is over. Without --begin its results come.")
+            print(f"{self.definition.name}, run {self.definition.run.id}, is over. Omit --begin to get its results.")
             return 0
         return self.finish()
 
     def finish(self) -> int:
-        """Brings the results of a run that is over, destroys and sweeps; the exit code, as of `run`."""
+        """Downloads the results of a run that is over, destroys and sweeps; returns the exit code of `run`."""
         if self.folder() is not None:
             asked = argparse.Namespace(stack=self.args.stack, run_id=None, to=None, light=False, exports=False)
             asked.quiet = False
@@ -122,19 +121,19 @@ class WholeRun:
         return code
 
     def _tell(self, state: str, **more: Any) -> None:
-        """Puts how far the run is into the answer of --json."""
+        """Adds the state of the run to the answer of --json."""
         tell({"stack": self.definition.name, "run": self.definition.run.id, "state": state, **more})
 
     def _client(self, service: str) -> Any:
         return aws.client(service, self.definition.fleet.region)
 
     def folder(self) -> RunFolder | None:
-        """The run's folder in the bucket; None without one of this owner."""
+        """The run's folder in the bucket; None if this owner has none."""
         folder = find_folder(self._client("s3"), self.definition)
         return folder if folder and folder.is_of(self.definition.run.owner) else None
 
     def is_over(self) -> bool:
-        """Whether the run has come to an end: by its bucket, or where that is gone, by its receipt on this machine."""
+        """Whether the run is over: by its bucket, or, if that no longer exists, by its receipt on this machine."""
         folder = self.folder()
         if folder is None:
             receipt = self.root / "results" / self.definition.name / self.definition.run.id / RECEIPT
@@ -147,7 +146,7 @@ class WholeRun:
         return bool(ended and ended.reason) or self._came_to_nothing(present)
 
     def has_begun(self) -> bool:
-        """Whether an earlier `up` made the run's fleet, also one that was cut short after it."""
+        """Whether an earlier `up` made the run's fleet, even if that `up` was interrupted later."""
         return self._of_stack() == self.definition.run.id or bool(self._fleets())
 
     def _present(self) -> StageSeen:
@@ -155,7 +154,7 @@ class WholeRun:
         return stages.begun(self.definition, self._client("s3"))[-1]
 
     def _of_stack(self) -> str | None:
-        """The run of the last whole `up`; None after a destroy."""
+        """The run of the last complete `up`; None after a destroy."""
         return (self.engine.outputs().get("run") or {}).get("id")
 
     def _came_to_nothing(self, seen: StageSeen) -> bool:
@@ -195,8 +194,8 @@ class WholeRun:
         return made
 
     def approved(self) -> str:
-        """The hash of the bill as it is now, if it is approved; else empty. Shows the bill unless the hash that was
-        given is that one. Raises GpufleetError as plan().
+        """The hash of the bill as it is now; empty if the user does not approve it. Shows the bill unless --approve has
+        this hash. Raises GpufleetError like plan().
         """
         made, now = self.plan(), datetime.now(UTC)
         digits = approval(made)
@@ -207,7 +206,7 @@ class WholeRun:
             print(f"gpufleet: {warning}", file=sys.stderr)
         usd = {name: f"{amount:.2f}" for name, amount in asdict(made.usd).items()}
         self._tell("not approved", usd=usd | {"stops_before": f"{self.definition.limits.max_usd:.2f}"})
-        if self.args.approve:  # whoever guesses learns nothing from it
+        if self.args.approve:  # the right hash is not shown, so that a wrong guess does not reveal it
             print(f"{self.args.approve} is not the hash of this bill, which has not been approved.")
         else:
             begins = self.begins_with or f"gpufleet run {self.definition.argument}"
@@ -215,8 +214,8 @@ class WholeRun:
         return digits if agreed() else ""
 
     def _wait(self) -> int:
-        """Waits until the run is over; 1, with the reason, if it cannot go on by itself. The run needs nobody to wait:
-        a stopped command changes nothing about it.
+        """Waits until the run is over; if it cannot go on by itself, prints why and returns 1. The run does not need
+        this: stopping the command changes nothing about it.
         """
         ec2, s3, scheduler = (self._client(service) for service in ("ec2", "s3", "scheduler"))
         printed, watches = "", dict[str, WaitLoop]()
@@ -234,7 +233,7 @@ class WholeRun:
         return 0
 
     def _require_own_stack(self) -> None:
-        """Raises GpufleetError if the stack has another run up, which a destroy would end."""
+        """Raises GpufleetError if another run of the stack is up, which a destroy would end."""
         began = self._of_stack()
         if began and began != self.definition.run.id:
             raise GpufleetError(
@@ -244,7 +243,7 @@ class WholeRun:
 
 
 def agreed() -> bool:
-    """Whether the person at the terminal says yes; without a terminal nobody does."""
+    """Whether the person at the terminal says yes; False if there is no terminal."""
     try:
         return input("Begin it now? Type yes: ").strip() == "yes"
     except EOFError:

@@ -1,4 +1,4 @@
-"""`gpufleet schema`: the JSON Schemas of a definition, of a campaign and of `--json`, for editors and programs."""
+"""`gpufleet schema`: prints the JSON Schema of a definition, a campaign or `--json`, for editors and programs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from gpufleet.infra.definition import campaign, json_schema
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the choice between the schemas."""
     of = ("definition", "campaign", "answers")
     parser.add_argument("of", nargs="?", choices=of, default="definition", help="of what")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the schema's file as it was shipped."""
+    """Prints the schema's file as shipped."""
     files = {"campaign": campaign.SCHEMA_FILE, "answers": envelope.SCHEMA_FILE}
     sys.stdout.write(json_schema.text() if args.of == "definition" else files[args.of].read_text())
     return 0

@@ -1,6 +1,7 @@
-"""`gpufleet shell STACK`: a shell in the training container, by Session Manager: nothing listens on a node.
+"""`gpufleet shell STACK`: opens a shell in the training container by Session Manager, so that no port of a node is
+open.
 
-It asks AWS for a session as the AWS CLI does, and hands it to AWS's own plugin, which talks to the node.
+It asks AWS for a session as the AWS CLI does, and passes it to AWS's plugin, which talks to the node.
 """
 
 from __future__ import annotations
@@ -27,16 +28,15 @@ DOCUMENT = "AWS-StartInteractiveCommand"
 INSTALL = (
     "https://docs.aws.amazon.com/systems-manager/latest/userguide/session-manager-working-with-install-plugin.html"
 )
-# The newest container of gpufleet is the training container, once training has begun.
+# Once training has begun, the newest of gpufleet's containers is the training container.
 INSIDE = 'sudo docker exec -it "$(sudo docker ps -q --filter name=gpufleet- | head -1)" sh -c "bash || sh"'
 # runs a program with this environment and returns its exit code
 Start = Callable[[Sequence[str], Mapping[str, str]], int]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds STACK, and the choice between the container and the node."""
     stack.argument(parser, earlier_runs=True)
-    parser.add_argument("--node", action="store_true", help="on the node itself, beside the container")
+    parser.add_argument("--node", action="store_true", help="open it on the node itself, not in the container")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,7 +51,7 @@ def open_shell(definition: StackDefinition, ec2: Any, ssm: Any, *, on_node: bool
     shell's exit code. Raises GpufleetError if the plugin, a node, or its SSM agent is missing.
     """
     if shutil.which(PLUGIN) is None:
-        raise GpufleetError(f"a shell needs AWS's {PLUGIN} on this machine, and it is not installed: {INSTALL}")
+        raise GpufleetError(f"a shell needs AWS's {PLUGIN}, which is not installed on this machine: {INSTALL}")
     instance = _newest(definition, ec2)
     asked = {"Target": instance}
     if not on_node:
@@ -61,16 +61,14 @@ def open_shell(definition: StackDefinition, ec2: Any, ssm: Any, *, on_node: bool
     except ClientError as error:
         if refusals.code(error) == "TargetNotConnected":
             raise AwsRefused(
-                f"{instance} has not registered with Session Manager yet. A node registers within some minutes of its "
-                f"boot, "
-                f"if"
-                " its AMI has the SSM agent (as AWS's deep learning AMIs have) and its subnet a way out on port 443;"
+                f"{instance} has not registered with Session Manager yet. A node registers some minutes after its boot,"
+                " if its AMI has the SSM agent (as AWS's deep learning AMIs have) and its subnet a way out on port 443;"
                 f" `gpufleet logs {definition.run_argument} --boot` says how far it is"
             ) from error
         raise
     answer = {key: session[key] for key in ("SessionId", "TokenValue", "StreamUrl")}
     region, profile = definition.fleet.region, os.environ.get("AWS_PROFILE", "")
-    # The plugin reads the session from this variable. As an argument, everybody on this machine could see it.
+    # The plugin reads the session from this variable, because everybody on this machine could see an argument.
     variable = "AWS_SSM_START_SESSION_RESPONSE"
     words = (PLUGIN, variable, region, "StartSession", profile, json.dumps(asked), ssm.meta.endpoint_url)
     return start(words, {variable: json.dumps(answer)})
@@ -87,7 +85,7 @@ def _newest(definition: StackDefinition, ec2: Any) -> str:
 
 
 def _start(words: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Runs the program on this terminal; Ctrl-C goes to the program's shell, not to this process."""
+    """Runs the program on this terminal. Ctrl-C goes to the shell on the node, and does not end this process."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         return subprocess.run(words, env={**os.environ, **environment}, check=False).returncode

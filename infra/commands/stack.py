@@ -1,4 +1,4 @@
-"""The argument STACK that most commands take, and the definition that it names."""
+"""The argument STACK of most commands, and the definition that it names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpufleet.infra.errors import GpufleetError
 
 
 def argument(parser: argparse.ArgumentParser, *, earlier_runs: bool = False) -> None:
-    """Adds STACK, and --run for commands that can also look at an earlier run of the stack."""
+    """Adds STACK; for commands that can also look at an earlier run of the stack, also --run."""
     parser.add_argument("stack", metavar="STACK", help="a file of stacks/ without its .yaml, or a path")
     if earlier_runs:
         parser.add_argument(
@@ -27,7 +27,7 @@ def argument(parser: argparse.ArgumentParser, *, earlier_runs: bool = False) -> 
 
 
 def _id(text: str) -> str:
-    """The run id. An empty one is refused, because it comes from an unset shell variable."""
+    """The run id. An empty one is refused, because it usually comes from an unset shell variable."""
     rule, (run, slash, stage) = RULES[Run, "id"], text.partition("/")
     if not re.fullmatch(rule.pattern, run) or (slash and not NAME.fullmatch(stage)):
         raise argparse.ArgumentTypeError(f"{text!r} is not accepted; allowed: {rule.allowed}")
@@ -40,11 +40,9 @@ def path_of(args: argparse.Namespace) -> Path:
 
 
 def definition_of(args: argparse.Namespace, *, past_deadline: bool = True, staged: bool = False) -> StackDefinition:
-    """The definition that the stack runs; its scenario, if it runs one, is named on standard error. With --run ID/STAGE
-    it is the definition of that stage. `staged` says that the command also accepts a run with several stages as a
-    whole.
-
-    Its deadline may have passed: the run can still be looked at and swept.
+    """The definition that the stack runs, or that of a stage with --run ID/STAGE. If the stack runs a scenario, it is
+    named on standard error. `staged`: the command also accepts a run with several stages as a whole. `past_deadline`:
+    the deadline may have passed, because the run can still be looked at and swept.
     """
     chosen = _chosen(args)
     run = getattr(args, "run_id", None) or ""
@@ -62,7 +60,7 @@ def _as_run(definition: StackDefinition, run: str) -> StackDefinition:
 
 
 def _stage_of(definition: StackDefinition, run: str) -> StackDefinition:
-    """The stage that --run names. Raises GpufleetError."""
+    """The stage that --run names. Raises GpufleetError if there is none."""
     for stage in definition.stages:
         if stage.stage == run.partition("/")[2]:
             return _as_run(stage, run)
@@ -71,14 +69,14 @@ def _stage_of(definition: StackDefinition, run: str) -> StackDefinition:
 
 
 def _chosen(args: argparse.Namespace) -> Selected:
-    """The selection that STACK names. Prints the file's project if the current folder is not in it."""
+    """The selection that STACK names. Warns if the file belongs to another project than the current folder."""
     root = project_root(Path.cwd())
     chosen = selected(args.stack, root)
     home = project_root(chosen.path.resolve().parent)
     if (home / "stacks").is_dir() and not (root / "stacks").is_dir():
         print(
-            f"gpufleet: {chosen.path} is of the project in {home}, and this runs outside of it: data is looked for"
-            f" in {root}, and the project's prices, measurements, traces and policy.yaml count for nothing. cd there.",
+            f"gpufleet: {chosen.path} belongs to the project in {home}, but this runs outside of it: data is looked for"
+            f" in {root}, and the project's prices, measurements, traces and policy.yaml are not used. cd there.",
             file=sys.stderr,
         )
     return chosen

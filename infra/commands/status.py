@@ -1,4 +1,4 @@
-"""`gpufleet status`: the state of a run."""
+"""`gpufleet status`: shows the state of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpufleet stop`: asks a run to end as at a limit, after it has saved its training."""
+"""`gpufleet stop`: asks a run to end as a limit would end it, so that it saves its progress first."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     definition = stack.definition_of(args, staged=True)
     region = definition.fleet.region
-    for part in definition.parts:  # each later stage also sees that the run was asked to end
+    for part in definition.parts:  # later stages must see the request too
         ask(part, aws.client("ec2", region), aws.client("s3", region), datetime.now(UTC))
     return 0

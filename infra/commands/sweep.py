@@ -1,8 +1,5 @@
 """`gpufleet sweep`: lists what a stack still has in the account, what it costs, what is kept on purpose, and how to
-remove the rest.
-
-Without --delete it deletes nothing. With it, it deletes only things with the stack's tags that the definition does not
-keep.
+remove the rest. With --delete it removes what has the stack's tags and is not kept by the definition.
 """
 
 from __future__ import annotations
@@ -21,20 +18,18 @@ from gpufleet.infra.errors import AwsRefused, GpufleetError
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     stack.argument(parser)
-    parser.add_argument(
-        "--delete", action="store_true", help="delete the rest, once you have agreed; never what is kept"
-    )
+    parser.add_argument("--delete", action="store_true", help="ask you, then delete everything that is not kept")
     parser.add_argument("--yes", action="store_true", help="with --delete: do not ask")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 1 if something unwanted is left, and 2 if none was seen but AWS does not show everything."""
+    """Returns 1 if something unwanted is left, and 2 if nothing was seen but AWS does not show everything."""
     definition = stack.definition_of(args, staged=True)
     region = definition.fleet.region
     who = checks.identity(aws.client("sts", region))
     if who.state == "problem":
         raise AwsRefused(who.found)
-    print(f"{region}, {who.found}:")  # in another account it would find nothing left over and seem clean
+    print(f"{region}, {who.found}:")  # names the account, because in a wrong one everything would look clean
 
     def list_leftovers() -> list[Left]:
         return list(look(definition, aws.client, datetime.now(UTC)))
@@ -66,4 +61,4 @@ def _ask(definition: StackDefinition, who: str) -> None:
     except EOFError:
         answer = ""
     if answer.strip() != definition.name:
-        raise GpufleetError("nothing was deleted. `--yes` deletes without asking")
+        raise GpufleetError("you did not agree, so nothing was deleted. `--yes` deletes without asking")

@@ -1,7 +1,7 @@
 """`gpufleet tensorboard STACK`: shows a run's figures in TensorBoard on this machine, as they come.
 
-It follows metrics.jsonl in the run's bucket, so it also works for a command's job and for a run that has ended, and it
-needs no connection to a node.
+It follows metrics.jsonl in the run's bucket, so that it needs no connection to a node, and also works for a command and
+for a run that has ended.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.contract import metrics
 from gpufleet.job.contract.workdir import METRICS
 
-EVERY_S = 30.0  # between two reads; a node sends its lines with each heartbeat
+EVERY_S = 30.0  # seconds between two reads; a node sends its lines with each heartbeat
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds STACK and the port."""
     stack.argument(parser, earlier_runs=True)
     parser.add_argument("--port", type=int, default=6006, help="the port of localhost (default: %(default)s)")
 
@@ -50,8 +49,8 @@ class Board:
         self._step = -1
 
     def follow(self, content: bytes) -> int:
-        """Writes the new lines of `content`, which is the whole file so far, and returns their number. Steps that a
-        later node repeats replace the earlier ones.
+        """Writes the new lines of `content`, which is the whole file so far, and returns their number. If a later node
+        repeats steps, its figures replace the earlier ones.
         """
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -74,7 +73,6 @@ class Board:
         return len(new)
 
     def close(self) -> None:
-        """Closes the event file."""
         self._writer.close()
 
 
@@ -86,8 +84,8 @@ def serve(
     say: Callable[[str], None] = print,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Runs TensorBoard at localhost until Ctrl-C or until TensorBoard ends, and returns its exit code. Raises
-    GpufleetError if TensorBoard is not installed, AwsRefused if there is no such run.
+    """Runs TensorBoard at localhost until Ctrl-C or until it ends, and returns its exit code. Raises GpufleetError if
+    TensorBoard is not installed, and AwsRefused if there is no such run.
     """
     if find_spec("tensorboard") is None:
         raise GpufleetError("TensorBoard is not installed here: pip install tensorboard")
@@ -97,7 +95,7 @@ def serve(
         place = Path(scratch) / definition.name / folder.run
         board = Board(place)
         count = board.follow(folder.read(METRICS) or b"")
-        say(f"{count} lines of s3://{folder.bucket}/{folder.run}/{METRICS}; more as they come. Ctrl-C ends it.")
+        say(f"{count} lines of s3://{folder.bucket}/{folder.run}/{METRICS}; more as they come. Ctrl-C ends this.")
         words = ("--logdir", scratch, "--host", "localhost", "--port", str(port), "--reload_interval", "10")
         server = Popen([sys.executable, "-m", "tensorboard.main", *words], stdin=DEVNULL)
         try:

@@ -1,5 +1,5 @@
-"""The runs of a campaign as `gpufleet campaign` begins, stops and ends them: those of its file, those that come later,
-and those whose values a sampler draws.
+"""The runs that `gpufleet campaign` begins, stops and ends: those in the campaign's file, those that come later, and
+those whose values a sampler draws.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ from gpufleet.job.supervisor.campaign_ledger import CampaignLedger
 
 
 class LimitTooLowError(GpufleetError):
-    """By now the run cannot begin with what is left as its limit: receipts have moved its bill. Nothing was begun."""
+    """The run cannot begin with what is left as its limit, because newer receipts have raised its bill. Nothing was
+    begun.
+    """
 
 
 class CampaignTrial(Protocol):
-    """One of the runs."""
+    """One of a campaign's runs."""
 
     @property
     def name(self) -> str: ...
@@ -51,26 +53,26 @@ class CampaignTrial(Protocol):
     def most_hours(self) -> Decimal: ...  # limits.max_hours
     def is_over(self) -> bool: ...
     def has_begun(self) -> bool: ...
-    def cost(self) -> Decimal | None: ...  # by its receipt; None: there is none here
-    def begin(self, usd: Decimal) -> None: ...  # with this limit
+    def cost(self) -> Decimal | None: ...  # by its receipt; None if there is none on this machine
+    def begin(self, usd: Decimal) -> None: ...  # with `usd` as its limit
     def stop(self) -> None: ...  # as `gpufleet stop`
     def finish(self) -> int: ...  # results, destroy, sweep; not 0: something is missing or left
 
 
 def whole_run(name: str, root: Path) -> run_command.WholeRun:
-    """The run of a trial. Its Pulumi stack is made when it begins."""
+    """The run of a trial, whose Pulumi stack is made when the run begins."""
     args = argparse.Namespace(stack=name, approve=None, begin=False)
     engine = pulumi_cli.PulumiStack(root=root, name=name)
     return run_command.WholeRun(args=args, definition=stack.definition_of(args), root=root, engine=engine)
 
 
 def results_folder(described: CampaignFile, root: Path) -> Path:
-    """Where the documents of all runs of the campaign come together on this machine."""
+    """The folder on this machine with the documents of all runs of the campaign."""
     return root / "results" / described.name
 
 
 def earlier_trials(described: CampaignFile, root: Path) -> list[StackTrial]:
-    """The trials of drawn values that a driver has made in this folder."""
+    """The trials with drawn values that a driver has made in this folder."""
     if not described.draw:
         return []
     own = re.compile(rf"{described.name}-[0-9a-f]{{{campaigns.DIGITS}}}")
@@ -84,21 +86,21 @@ class StackTrial:
 
     trial: DefinedTrial
     whole: run_command.WholeRun
-    made: Plan | None = None  # what it would have begun with when it was planned; None: it has begun before
-    priced: PricedTrial | None = None  # with its bill by then
-    approved: str | None = None  # what `compared` begins with, as digits; None: it came later, approved by the cap
+    made: Plan | None = None  # what it would have begun when it was planned; None if it had already begun
+    priced: PricedTrial | None = None  # its bill when it was planned
+    approved: str | None = None  # the approved hash of `compared`; None if it came later, and only the cap was approved
     compared: run_command.WholeRun | None = None  # the run itself, or the file whose values were drawn
-    records: CampaignRecords | None = None  # where its documents are kept, once the ledger is there
+    records: CampaignRecords | None = None  # where its documents are kept; None until there is a ledger
 
     @classmethod
     def plan(cls, trial: DefinedTrial, whole: run_command.WholeRun) -> StackTrial:
-        """The trial, to begin as it is now. Raises GpufleetError, which names the file to mend."""
+        """The trial, planned as it is now. Raises GpufleetError, which names the file to correct."""
         try:
             made = whole.plan()
         except GpufleetError as error:
             if not trial.file or trial.text is None:
                 raise
-            message = f"{error}\nThis file is made from {trial.file}: mend that one, or the campaign."
+            message = f"{error}\nThis file is made from {trial.file}: correct that file, or the file of the campaign."
             raise GpufleetError(message) from None
         priced = PricedTrial.build(str(trial), made.definition, made.bill, is_made=trial.is_made)
         digits = approval.begins_with(made)
@@ -131,8 +133,8 @@ class StackTrial:
         return receipt.actual if receipt else None
 
     def begin(self, usd: Decimal) -> None:
-        """Begins the run, with `usd` as its limit if that is lower than its own. Raises GpufleetError if it is not as
-        it was when the campaign was approved, LimitTooLowError if `usd` is too low by now.
+        """Begins the run; its limit is `usd` if that is lower than its own. Raises GpufleetError if the run has changed
+        since the campaign was approved, and LimitTooLowError if `usd` is too low by now.
         """
         made = self.compared.plan() if self.compared else None
         if made is not None and approval.begins_with(made) != self.approved:
@@ -145,13 +147,13 @@ class StackTrial:
             try:
                 made = whole.plan()
             except GpufleetError as error:
-                campaigns.write([self.trial], whole.root)  # with its own limit again
+                campaigns.write([self.trial], whole.root)  # restores its own limit
                 raise LimitTooLowError(str(error)) if usd < self.most else error from None
         whole.engine.select()
         whole.engine.up(approval.approval(made))
 
     def stop(self) -> None:
-        """Asks the run to end; one that is about to end by itself may have nothing left to ask."""
+        """Asks the run to end. If it is just ending by itself, there may be nobody left to ask."""
         definition = self.whole.definition
         ec2, s3 = (aws.client(service, definition.fleet.region) for service in ("ec2", "s3"))
         try:
@@ -160,18 +162,18 @@ class StackTrial:
             print(f"gpufleet: {self.name}: {error}", file=sys.stderr)
 
     def finish(self) -> int:
-        """Keeps the run's documents for the campaign, then brings, destroys and sweeps it."""
+        """Keeps the run's documents for the campaign, then downloads its results, destroys and sweeps."""
         if self.records is not None:
             documents = self.read_documents(OF_RUN)
             values = write_values(self.trial.values)
             self.records.keep(self.name, {**documents, VALUES: values} if documents else {})
         code = self.whole.finish()
-        if self.records is not None and (self._results / RECEIPT).is_file():  # may have been made here
+        if self.records is not None and (self._results / RECEIPT).is_file():  # the receipt may have been made just now
             self.records.keep(self.name, {RECEIPT: (self._results / RECEIPT).read_bytes()})
         return code
 
     def read_documents(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Those of the documents that are in the run's bucket by now."""
+        """Those of the named documents that are in the run's bucket by now."""
         folder = self.whole.folder()
         contents = {name: folder.read(name) for name in names} if folder else {}
         return {name: content for name, content in contents.items() if content is not None}
@@ -184,23 +186,23 @@ class StackTrial:
 
 @dataclass(kw_only=True, slots=True)
 class CampaignSearch:
-    """Which of a campaign's runs lose, and what the sampler draws next, by what all runs have told."""
+    """Decides from the figures of all runs which runs of a campaign lose, and what the sampler draws next."""
 
     described: CampaignFile
     records: CampaignRecords
     root: Path
     drawn: dict[str, DefinedTrial] = field(default_factory=dict)  # by name, in the order of the draws
-    ended: dict[str, TrialProgress] = field(default_factory=dict)  # by name: what is told once and for all
+    ended: dict[str, TrialProgress] = field(default_factory=dict)  # by name: figures that do not change any more
 
     def find_losers(self, known: Sequence[CampaignTrial], ledger: CampaignLedger) -> list[str]:
-        """The names of the runs that go on and lose."""
+        """The names of those running trials that lose."""
         return search.find_losers(self.described, self._read_all(ledger, known)) if self.described.pruner else []
 
     def find_drawn(
         self, known: Sequence[CampaignTrial], ledger: CampaignLedger, refused: Collection[str], *, fits: bool
     ) -> list[DefinedTrial]:
-        """The trials drawn until now by any driver, and one more if no other waits and `fits` says that it could begin.
-        Values that were `refused` as a definition count as a run that failed.
+        """The trials that any driver has drawn; and a new one, if no other waits and it could begin (`fits`). Values
+        that were `refused` as a definition count as a failed run.
         """
         draws = self.records.draws()
         made = [campaigns.define_drawn(self.described, values, self.root) for values in draws if values]
@@ -217,7 +219,7 @@ class CampaignSearch:
         return list(self.drawn.values())
 
     def _read_all(self, ledger: CampaignLedger, trials: Sequence[CampaignTrial]) -> list[TrialProgress]:
-        """What the runs have told, in the order in which they began."""
+        """The figures of the runs, in the order in which the runs began."""
         by_name = {trial.name: trial for trial in trials if isinstance(trial, StackTrial)}
         return [self._read(name, held.ended, by_name.get(name)) for name, held in ledger.runs.items()]
 
@@ -227,7 +229,7 @@ class CampaignSearch:
         documents: dict[str, bytes] = {}
         if trial is not None and not has_ended:
             documents = trial.read_documents((METRICS, DONE))
-        if not documents:  # it has ended, and its own bucket may be gone
+        if not documents:  # the run has ended, and its own bucket may no longer exist
             documents = {key: self.records.read(name, key) or b"" for key in (METRICS, DONE)}
         lines, done = documents.get(METRICS, b""), ends.read(documents.get(DONE) or None)
         reason = done.reason if done else "" if has_ended else None
@@ -237,32 +239,34 @@ class CampaignSearch:
         if has_ended:
             self.ended[name] = progress
             if not progress.figures and (others := search.list_metrics(lines)):
-                print(f"gpufleet: {name} told no figure {metric}; it told {', '.join(others)}", file=sys.stderr)
+                print(f"gpufleet: {name} reports no figure {metric}; it reports {', '.join(others)}", file=sys.stderr)
         return progress
 
 
 @dataclass(kw_only=True, slots=True)
 class LaterTrials:
-    """Trials that the campaign's file does not name: those whose values are drawn from the file's ranges, those in the
-    folder of an open campaign, and those that go on by the ledger, which the file named before.
+    """Trials that the campaign's file does not name: those with drawn values, those in the folder of an open campaign,
+    and those that the file named earlier and that go on by the ledger.
     """
 
     described: CampaignFile
     root: Path
     owner: str
     search: CampaignSearch
-    base: StackTrial  # the first of the file's
-    refused: dict[str, str] = field(default_factory=dict)  # texts of files that can be no trial
+    base: StackTrial  # the first trial in the file
+    refused: dict[str, str] = field(default_factory=dict)  # texts of files that cannot be trials
 
     def find(self, known: Sequence[CampaignTrial], ledger: CampaignLedger, hours: float) -> list[CampaignTrial]:
-        """The trials beside the `known` ones, with so many hours left. It says why a file can be no trial."""
+        """The trials besides `known`, if `hours` are left. Prints why a file cannot be a trial."""
         names = {trial.name for trial in known}
         fits = self.base.least <= ledger.rest and self.base.most_hours <= hours
         drawn = self.search.find_drawn(known, ledger, self.refused, fits=fits) if self.described.draw else []
         offered = campaigns.offered(self.described, self.root)
         reserved = ledger.open_runs()
         earlier = [DefinedTrial(name=name) for name in reserved]
-        named = {trial.name: trial for trial in (*offered, *earlier, *drawn)}  # what has a reservation stays as it was
+        named = {
+            trial.name: trial for trial in (*offered, *earlier, *drawn)
+        }  # a trial with a reservation does not change
         later = [self._make(trial, name in reserved) for name, trial in named.items() if name not in names]
         return [trial for trial in later if trial]
 
@@ -272,10 +276,10 @@ class LaterTrials:
         try:
             campaigns.write([trial], self.root)
             whole = whole_run(trial.name, self.root)
-            if is_reserved:  # whatever has changed since: it goes on
+            if is_reserved:  # it goes on, whatever has changed since
                 return self._as_approved(StackTrial(trial=trial, whole=whole))
             if whole.definition.source.parent != (self.root / TRIALS):
-                raise GpufleetError(f"stacks/ has {trial.name} too: give the file another name")
+                raise GpufleetError(f"stacks/ also has {trial.name}: give this file another name")
             if whole.definition.run.owner != self.owner:
                 raise GpufleetError(f"run.owner is {whole.definition.run.owner}; allowed is {self.owner}")
             made = StackTrial.plan(trial, whole)
@@ -286,7 +290,9 @@ class LaterTrials:
         return self._as_approved(made)
 
     def _as_approved(self, made: StackTrial) -> StackTrial:
-        """The trial, whose file must not have changed if its values were drawn; else it is approved by the cap."""
+        """The trial with its approval: by hash if its values were drawn, so that its file must not have changed;
+        otherwise by the campaign's cap.
+        """
         is_drawn, base = bool(made.trial.file), self.base
         made.approved, made.compared = (base.approved, base.whole) if is_drawn else (None, None)
         made.records = base.records

@@ -1,4 +1,4 @@
-"""`gpufleet wait`: after `pulumi up`, waits for a node, and explains why there is none."""
+"""`gpufleet wait`: waits for a node after `pulumi up`, and explains why there is none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 1 if there is no node in time."""
+    """Returns 0 if a node runs in time, else 1."""
     if not (0 <= args.timeout < math.inf):
         raise GpufleetError(f"--timeout {args.timeout:g}: allowed are seconds, 0 or more; with 0 it looks once")
     definition = stack.definition_of(args, staged=True)

@@ -1,5 +1,5 @@
 """Lists the options that would do a bill's work for less, among all other types of the catalog, on spot and on demand.
-The bill prices the chosen fleet; this module names types to list in the file instead. `gpufleet compare` shows all
+The bill prices the fleet in the file; this module names types to list there instead. `gpufleet compare` shows all
 options.
 """
 
@@ -31,29 +31,29 @@ from gpufleet.infra.show.sheet import plain
 from gpufleet.job.text import counted
 
 SHOWN = 3
-REFINED = 6  # number of rows simulated with more runs, so that noise neither adds an option to the list nor hides one
-ATTEMPTS = 64  # simulated nodes of a run before it is extrapolated: moves the mean by less than ranking.LEAST
-SURE = 0.8  # least probability of being cheaper, as far as speed and price are known
+REFINED = 6  # rows that are simulated with more runs, so that noise neither adds an option to the list nor hides one
+ATTEMPTS = 64  # nodes after which a run is extrapolated, which moves the mean by less than ranking.LEAST
+SURE = 0.8  # an option must be cheaper in at least this share of runs
 CENT = Decimal("0.01")
-LATE = 0.1  # share of runs that may miss the deadline, as for other limits
+LATE = 0.1  # at most this share of runs may miss the deadline, as for other limits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cheaper:
     """Options that cost less than the bill in at least SURE of the runs, in the definition's region."""
 
-    rows: tuple[Row, ...]  # the SHOWN allowed ones with the lowest mean
+    rows: tuple[Row, ...]  # the SHOWN allowed options with the lowest mean
     more: int  # number of further options
-    unsure: int  # number of others with a lower mean that are less surely cheaper
-    # number of cheaper options that pass a limit or the deadline in more than one run in ten, or break a rule
+    unsure: int  # number of options with a lower mean that are cheaper in fewer runs than SURE
+    # number of cheaper options that exceed a limit or miss the deadline in more than one run in ten, or break a rule
     beyond: int
     assumed: frozenset[str]  # types of `rows` with an assumed or guessed speed, if the bill's own is neither
     command: str  # the command that shows all options
-    # minutes of set-up, and the USD that half of it would save; None: too few
+    # minutes of set-up, and the USD that half of it would save; None if they are too few
     half_setup: tuple[float, Decimal] | None = None
 
     def lines(self) -> Iterator[str]:
-        """The bill's block about cheaper types, line by line."""
+        """The lines of the bill's block about cheaper types."""
         yield from self._types()
         if self.half_setup is not None:
             minutes, usd = self.half_setup
@@ -64,7 +64,7 @@ class Cheaper:
 
     @property
     def line(self) -> str:
-        """The cheapest of them in one line; empty if none is surely cheaper."""
+        """The cheapest option in one line; empty if there is none."""
         for row in self.rows[:1]:
             assert row.usd is not None
             sure = "" if row.cheaper is None else f" in {row.cheaper:.0%} of runs"
@@ -112,7 +112,7 @@ def bill_and_cheaper(
     rules: policy.Policy | None,
     not_ready: Sequence[str] = (),
 ) -> tuple[Bill, Cheaper | None]:
-    """The bill, and cheaper options within the limits and the project's `rules`. Raises like price()."""
+    """The bill, and the cheaper options within the limits and the project's `rules`. Raises like price()."""
     study = Study(
         catalog,
         hazards=learn(observations(root)),
@@ -136,8 +136,8 @@ def bill_and_cheaper(
 def cheaper(
     definition: StackDefinition, bill: Bill, study: Study, *, allowed: Callable[[Row], bool] = lambda row: True
 ) -> Cheaper | None:
-    """The cheaper options; `allowed`: whether the project's rules permit a row. None for work that cannot move to
-    another type: several nodes, a paid block, or a run elsewhere.
+    """The cheaper options; None if the work cannot move to another type (several nodes, a paid block, a run elsewhere).
+    `allowed`: whether the project's rules permit a row.
     """
     if not definition.fleet.market.moves_elsewhere or definition.variant.reference:
         return None
@@ -152,7 +152,7 @@ def cheaper(
     def within_limits(row: Row) -> bool:
         return not row.over_limit and row.late <= LATE and allowed(row)
 
-    # These rows are priced like the bill, at the most expensive zone.
+    # priced like the bill: in the most expensive zone
     options = ranking.every_option(definition, (definition,), study, below=below, likely=False)
     rows = able([row for row in options if row.ranked and not row.untried and not _listed(row, definition)])
     likely = [row for row in rows if within_limits(row)][:REFINED]
@@ -190,8 +190,8 @@ def _with_chance(rows: Sequence[Row], own: simulation.SimulatedRuns) -> list[Row
 def _half_setup(
     minutes: float, own: simulation.SimulatedRuns, quick: simulation.SimulatedRuns
 ) -> tuple[float, Decimal] | None:
-    """The minutes of the bill's set-up, and the USD that its p50 falls by if each start takes half as long; None below
-    LEAST.
+    """The minutes of the bill's set-up, and the USD that its p50 would save if each start took half as long; None if
+    they are below LEAST.
     """
     p50, less = (Decimal(simulation.quantiles(outcome.usd)[1]) for outcome in (own, quick))
     return (minutes, (p50 - less).quantize(CENT)) if p50 - less >= max(ranking.LEAST * p50, CENT) else None

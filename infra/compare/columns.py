@@ -1,5 +1,5 @@
 """Defines each figure of a comparison once. Tables on a terminal, on a page and in a notebook, the JSON and the public
-record choose from these figures by key.
+record select these figures by key.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.show.sheet import Column, Sheet, plain, record
 from gpufleet.infra.text import hours
 
-# For each table the keys of its columns, where `*` is the mark of the frontier; then the columns that a narrow terminal
-# omits, in the order in which it omits them.
+# For each table: the keys of its columns (`*` marks the frontier); then the columns that a narrow terminal leaves out,
+# in this order.
 ANSWER = ("* place market gpus_used hours_p50 usd_p50 usd_p90 cheaper marks", "gpus_used usd_p90 hours_p50")
 STAGES = (f"scenario {ANSWER[0].removeprefix('* ')}", ANSWER[1])
 SCENARIOS = (
@@ -40,7 +40,7 @@ NOTEBOOK = ("* scenario place market gpus_used hours_p50 hours_p90 usd_p50 usd_p
 
 
 def sheet(rows: Sequence[Row], table: tuple[str, str], edge: Sequence[Row] = ()) -> Sheet:
-    """One of the tables above, for these rows; `*` marks those of `edge`."""
+    """One of the tables above, for these rows; `*` marks the rows in `edge`."""
     keys, spare = (words.split() for words in table)
     marked = {id(row) for row in edge}
     mark = Column("*", "", of=lambda row: "*" if id(row) in marked else "")
@@ -48,7 +48,7 @@ def sheet(rows: Sequence[Row], table: tuple[str, str], edge: Sequence[Row] = ())
 
 
 def record_row(row: Row) -> dict[str, Any]:
-    """One scenario or option, as an object: keys as documented in docs/compare.md."""
+    """One scenario or option, as an object with the keys documented in docs/compare.md."""
     return record(FIGURES, row)
 
 
@@ -58,7 +58,7 @@ def number(value: Decimal) -> str:
 
 
 def marks(row: Row) -> Iterator[str]:
-    """Marks for a row's drawbacks."""
+    """Yields marks for a row's drawbacks."""
     if row.reference:
         yield "reference"
         return
@@ -86,7 +86,7 @@ def _part(key: str, head: str, unit: str, figure: str, part: str) -> Column:
     return Column(key, head, unit, 2, value)
 
 
-# The order is that of the JSON; tables for people show some of these columns.
+# In the order of the JSON; tables for people show some of these columns.
 FIGURES = (
     *map(Column, ("scenario", "region", "type", "capacity", "nodes", "reference", "tokens")),
     Column("steps", unit="steps", digits="{:,}".format),

@@ -25,17 +25,17 @@ class Comparison:
     """The scenarios of a file, and every option for their work."""
 
     definition: StackDefinition  # the file, or the chosen scenario; all options are compared in its region
-    scenario: str  # the name of the chosen scenario, else of the one that equals the file
-    listed: list[Row]  # its scenarios, in order
-    rows: list[Row]  # options, ranked
-    frontier: list[Row]  # the best of the options
-    study: Study  # the data for rows that are simulated only when a screen shows them
+    scenario: str  # the name of the chosen scenario, or else of the scenario that equals the file
+    listed: list[Row]  # the file's scenarios, in order
+    rows: list[Row]  # the ranked options
+    frontier: list[Row]  # the best options
+    study: Study  # the data for rows that are simulated only if they are shown
     # if there is a deadline: the plan that uses spot first and on demand later, and its type
     policy: tuple[deadline.DeadlinePlan, str] | None
 
     @property
     def runnable(self) -> bool:
-        """Whether any option could be run in time."""
+        """Whether any option can be run in time."""
         return any(row.ranked and row.late <= ranking.SURE for row in self.rows)
 
     @property
@@ -50,12 +50,12 @@ class Comparison:
 
     @property
     def regions(self) -> list[Row]:
-        """The work in each region, the cheapest first; simulated now, because few screens show it."""
+        """The work in each region, the cheapest first. It is simulated on demand, because few screens show it."""
         return ranking.every_region(self.definition, self.study)
 
     @property
     def batches(self) -> list[Row]:
-        """The work with the file's batch, then with larger batches, simulated now; empty if no larger one is
+        """The work with the file's batch, then with larger ones, simulated on demand; empty if no larger one is
         possible.
         """
         return ranking.every_batch(self.definition, self.study)
@@ -63,18 +63,18 @@ class Comparison:
     @property
     def title(self) -> str:
         """The heading of a picture."""
-        names = dict.fromkeys([self.definition.name, self.scenario])  # without scenarios both names are equal
+        names = dict.fromkeys([self.definition.name, self.scenario])  # both are equal if the file has no scenarios
         return f"{', '.join(names)}: cost against time in {self.definition.fleet.region}"
 
 
 def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None, within: float | None) -> Comparison:
-    """The comparison of a file's work, or of one scenario's, with the measurements under `root` (the project).
-    `within`: hours from now, instead of the file's deadline. Raises GpufleetError.
+    """The comparison for a file's work, or for that of one scenario, with the measurements in the project `root`.
+    `within`: hours from now, in place of the file's deadline. Raises GpufleetError.
     """
     catalog = load_catalog(root, day=now.date())
     rules = policy.find_policy(root)
     definition = policy.held_to(load(path, now=now, past_deadline=True, staged=True), rules)
-    # The work of each stage is ranked by itself, like the work of a scenario.
+    # the work of each stage is ranked separately, like the work of a scenario
     stages = tuple(replace(stage, scenario=stage.stage) for stage in definition.stages)
     variants = tuple(policy.held_to(variant, rules) for variant in stages or scenarios(path, now=now))
     asked = chosen(path, variants, scenario)
@@ -102,9 +102,9 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
 def _hours_left(within: float | None, definition: StackDefinition, now: datetime) -> float | None:
     if within is not None:
         return within
-    due = definition.limits.due(now)  # a Capacity Block's end limits only that block, not other ways to run the work
+    due = definition.limits.due(now)  # the end of a Capacity Block does not limit other ways to run the work
     if due is None:
         return None
     if due <= now:
-        raise GpufleetError(f"limits.deadline, {deadline_text(due)}, has passed; move it")
+        raise GpufleetError(f"limits.deadline, {deadline_text(due)}, has passed; write a later one")
     return (due - now).total_seconds() / 3600

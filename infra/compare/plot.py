@@ -1,4 +1,4 @@
-"""The comparison as a picture: one option per line, with its dollars and its hours from p10 to p90."""
+"""Draws the comparison: one option per line, with its dollars and its hours from p10 to p90."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.market import WAYS
 
-SHOWN = 20  # number of cheapest options in the picture; options of the frontier are added
+SHOWN = 20  # the cheapest options that are shown, besides those of the frontier
 LINE_IN = 0.19  # inches from one option to the next
-LOG_FROM = 6  # largest over smallest figure above which the scale is logarithmic
+LOG_FROM = 6  # if the largest figure is this many times the smallest, the scale is logarithmic
 CAPTION = "dot: p50, line: p10 to p90; bold: nothing is cheaper and sooner"
 
 
@@ -20,9 +20,9 @@ KINDS = (".png", ".svg")
 
 
 def drawn(rows: Sequence[Row], frontier: Sequence[Row], title: str, kind: str) -> bytes:
-    """The picture's bytes; `kind` is one of KINDS. Raises GpufleetError without matplotlib."""
+    """The picture's bytes; `kind` is one of KINDS. Raises GpufleetError if matplotlib is not installed."""
     try:
-        from matplotlib.figure import Figure  # not pyplot, which would choose a drawing backend for the whole notebook
+        from matplotlib.figure import Figure  # not pyplot, which would set the drawing backend of a user's notebook
     except ImportError as error:
         raise GpufleetError(f"a picture needs matplotlib ({error}): pip install 'gpufleet[report]'") from error
     figure, into = Figure(figsize=(10, height(rows, frontier)), layout="constrained"), io.BytesIO()
@@ -33,7 +33,7 @@ def drawn(rows: Sequence[Row], frontier: Sequence[Row], title: str, kind: str) -
 
 
 def height(rows: Sequence[Row], frontier: Sequence[Row]) -> float:
-    """Inches that the options need."""
+    """The picture's height in inches."""
     return 1.2 + LINE_IN * len(_shown(rows, frontier))
 
 
@@ -44,10 +44,10 @@ def fill(figure: Any, rows: Sequence[Row], frontier: Sequence[Row], shades: Mapp
     panels = figure.subplots(1, 2, sharey=True)
     for axes, unit, values in (
         (panels[0], "USD to finish", [row.usd for row in shown]),
-        (panels[1], "hours by the wall", [row.wall_hours for row in shown]),
+        (panels[1], "wall-clock hours", [row.wall_hours for row in shown]),
     ):
         for place, (row, quantiles, colour) in enumerate(zip(shown, values, colours, strict=True)):
-            assert quantiles is not None  # other rows are not shown
+            assert quantiles is not None  # for mypy: `_shown` has no other rows
             strength = {"color": colour, "alpha": 1.0 if id(row) in edge else 0.45}
             axes.plot([float(quantiles.p10), float(quantiles.p90)], [place] * 2, lw=2, **strength)
             axes.plot([float(quantiles.p50)], [place], "o", ms=5, **strength)

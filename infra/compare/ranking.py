@@ -1,10 +1,10 @@
 """Ranks other ways to run the work: a stack's scenarios, and every instance type for their work.
 
-There are two views, and both are made of Row objects. `scenarios` prices each scenario of the file on the fleet it asks
-for, beside what its plan claimed. `options` prices each distinct piece of work among the scenarios on every type of the
-catalog, on spot and on demand. Options in time are ranked by mean dollars; every other option has a reason why it is
-not. The definition's limits do not stop a run here, because a run that is stopped early is cheap but not done. Rows
-beyond a limit are marked.
+Both views consist of Row objects. `scenarios` prices each scenario of the file on its own fleet, beside the scenario's
+claim. `every_option` prices each distinct piece of work among the scenarios on every type of the catalog, on spot and
+on demand. Options in time are ranked by mean dollars; every other option says why it is not ranked. The definition's
+limits do not stop a run here, because a run that is stopped early is cheap but not done. Rows beyond a limit are
+marked.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from gpufleet.infra.risk import simulation
 if TYPE_CHECKING:
     from gpufleet.infra.risk.deadline import DeadlinePlan
 
-# simulated runs per row of `options`. Rows that are shown are simulated again: the first row of each work
+# simulated runs per row of every_option; the rows that are shown are simulated again: the first row of each work
 RUNS_EACH = 250
-RUNS_SHOWN = 2_000  # with risk.RUNS runs, like its bill, and the rows after it with this number
+RUNS_SHOWN = 2_000
 NODE_COUNTS = (2, 4, 8)
 ATTEMPTS_EACH = 24  # simulated nodes of such a run before the rest is extrapolated
-REFINED, REFINED_EACH = 24, 3  # rows that the table shows: in all, and at least for each work
+REFINED, REFINED_EACH = 12, 3  # rows with so many: those that an answer shows and two more; at least for each work
 # USD per GB from one region to another, for most pairs in AWS's table of EC2 data transfer (read 2026-11); some cost
 # more.
 BETWEEN_REGIONS = Decimal("0.02")
 SURE = 0.5  # an option that misses the deadline in a larger share of runs is not ranked
-# the smallest relative difference in dollars or hours that counts; a smaller one is noise of the simulation
+# a smaller relative difference in dollars or hours is only noise of the simulation
 LEAST = Decimal("0.02")
 
 
@@ -52,7 +52,7 @@ def scenarios(
     *,
     runs: int = simulation.RUNS,
 ) -> list[Row]:
-    """Each scenario on the first type of its own fleet, in the file's order; without scenarios one row, the file."""
+    """Each scenario on the first type of its own fleet, in the file's order; only the file if it has no scenarios."""
     catalog, own = study.catalog, definition.fleet.region
     regions = [own, *(region for region in catalog.regions() if region != own)]
     drafts = []
@@ -78,9 +78,9 @@ def every_option(
     below: Decimal | None = None,
     likely: bool = True,
 ) -> list[Row]:
-    """A row for every (work, type, capacity), and for the work's own types also on several nodes; the best row is
-    first, and rows that cannot run come last with the reason. `below`: only rows that may have a mean below this number
-    of USD, in no order. `likely`: at the price that a fleet may expect, not at the price of its most expensive zone.
+    """A row for every (work, type, capacity), and for the work's own types also on several nodes. The best row comes
+    first; rows that cannot run come last, with the reason. `below`: only rows that may have a mean below this many USD,
+    in no order. `likely`: whether to use the price that a fleet may expect, not that of its most expensive zone.
     """
     catalog = study.catalog
     drafts: list[Row] = []
@@ -99,7 +99,7 @@ def every_option(
                 # estimate.step_ms applies only to the file's own number of nodes
                 stated = there if count == work.nodes else there.with_definition(_unstated(there.definition))
                 option = options.type_cost(stated, type_, nearest=holder, known=known)
-                # otherwise only a price is missing, and each capacity has its own reason
+                # if the type has a runtime, only a price can be missing, for which each capacity has its own reason
                 if option.runtime is not None:
                     option = replace(option, why="")
                 for market in COMPARED:
@@ -114,8 +114,7 @@ def every_option(
     if below is not None:
         return rows
     theirs = {name: _own(rows, name, fleet) for name, fleet in fleets.items()}
-    rows = [replace(row, cheaper=chance_below(row.side, theirs[row.scenario])) for row in rows]
-    return _ranked(rows, study.hours_left)
+    return _in_order([replace(row, cheaper=chance_below(row.side, theirs[row.scenario])) for row in rows])
 
 
 def _is_sold(type_: str, region: str, catalog: Catalog) -> bool:
@@ -125,15 +124,15 @@ def _is_sold(type_: str, region: str, catalog: Catalog) -> bool:
 
 
 def _compute_usd(option: TypeCost, price: Price | None) -> Decimal | None:
-    """USD for the nodes of a run without interruptions; None if it cannot be run."""
+    """USD for the nodes of an uninterrupted run; None if it cannot be run."""
     if price is None or option.runtime is None or not option.holds_the_job:
         return None
     return price.amount * Decimal(option.runtime.total_s / 3600)
 
 
 def _may_cost_less(usd: Decimal | None, capacity: Capacity, below: Decimal | None) -> bool:
-    """Whether a run that costs `usd` without interruptions may have a mean below `below`. It may, because AWS does not
-    bill interrupted first hours.
+    """Whether a run that costs `usd` without interruptions may have a mean below `below`. Interruptions can lower the
+    mean, because AWS does not bill interrupted first hours.
     """
     if below is None:
         return True
@@ -141,8 +140,8 @@ def _may_cost_less(usd: Decimal | None, capacity: Capacity, below: Decimal | Non
 
 
 def every_region(definition: StackDefinition, study: Study, *, runs: int = RUNS_EACH) -> list[Row]:
-    """The work in each region that has the prices that a bill needs, the cheapest region first. In each region it runs
-    on the type and capacity with the lowest uninterrupted cost, including the transfer of inputs from a bucket.
+    """The work in each region that has all prices of a bill, the cheapest region first. In each region it runs on the
+    type and capacity with the lowest uninterrupted cost, including the transfer of inputs from a bucket.
     """
     catalog = study.catalog
     if not _moves_elsewhere(definition):
@@ -160,8 +159,8 @@ def every_region(definition: StackDefinition, study: Study, *, runs: int = RUNS_
 
 
 def every_batch(definition: StackDefinition, study: Study, *, runs: int = RUNS_EACH) -> list[Row]:
-    """The work with the file's batch and then with larger ones, if the parameters allow them: each on the type and
-    capacity with the lowest uninterrupted cost. Empty if they allow no larger batch.
+    """The work with the file's batch, then with larger batches: each on the type and capacity with the lowest
+    uninterrupted cost. Empty if the parameters allow no larger batch.
     """
     larger = [
         (variant.setting, variant.config) for variant in definition.job.parameters.variants() if not variant.narrower
@@ -177,7 +176,7 @@ def every_batch(definition: StackDefinition, study: Study, *, runs: int = RUNS_E
         basis = _by_the_hour(study.basis(other, study.catalog.instances))
         config = basis.definition.job.parameters
         doubts = len([*config.doubts(max(phase.steps for phase in config.phases()))])
-        if drafts and doubts > doubted:  # for example a warm-up as long as the run; larger batches are no better
+        if drafts and doubts > doubted:  # such as a warm-up as long as the run; larger batches are no better
             break
         doubted = doubts
         drafts += _on_the_cheapest(basis, name, _on_every_type(basis), study.hours_left)
@@ -185,13 +184,13 @@ def every_batch(definition: StackDefinition, study: Study, *, runs: int = RUNS_E
 
 
 def _moves_elsewhere(definition: StackDefinition) -> bool:
-    """Whether the work can move to another type. The work of a run elsewhere cannot."""
+    """Whether the work can move to another type; that of a run elsewhere cannot."""
     market = definition.fleet.bought_as(definition.fleet.market.by_the_hour).market
     return market.moves_elsewhere and not definition.variant.reference
 
 
 def _on_every_type(basis: BillBasis) -> list[TypeCost]:
-    """The cost of the work on each type with the GPUs it asks for, at its region's prices."""
+    """The cost of the work on each type that has the GPUs it asks for, at its region's prices."""
     known, least = basis.known_steps, basis.definition.job.parameters.gpus_needed()
     return [
         replace(options.type_cost(basis, type_, nearest="-", known=known), why="")
@@ -201,8 +200,8 @@ def _on_every_type(basis: BillBasis) -> list[TypeCost]:
 
 
 def _on_the_cheapest(basis: BillBasis, name: str, known: Iterable[TypeCost], hours_left: float | None) -> list[Row]:
-    """The work on the type and capacity with the lowest uninterrupted cost, among those that hold the job and have a
-    price; if any of these is in time, among those. Empty if there is none.
+    """The work on the type and capacity with the lowest uninterrupted cost, among those on which the job fits and that
+    have a price; if some of these are in time, among these. Empty if there is none.
     """
     most_s = math.inf if hours_left is None else hours_left * 3600
     priced = [
@@ -223,7 +222,7 @@ def _unstated(work: StackDefinition) -> StackDefinition:
 
 
 def _brought(work: StackDefinition, region: str) -> Decimal:
-    """USD to read inputs that lie in a bucket of the file's region from another one."""
+    """USD to read the inputs from another region, if they are in a bucket of the file's region."""
     if region == work.fleet.region:
         return Decimal(0)
     sizes, storage = work.job.parameters.sizes(), work.storage
@@ -233,8 +232,8 @@ def _brought(work: StackDefinition, region: str) -> Decimal:
 
 
 def chance_below(one: Side | None, other: Side | None) -> float | None:
-    """The probability that `one` costs less to finish than the other. Both have the same number of runs and the same
-    random draws. None: no figures.
+    """The probability that `one` costs less to finish than `other`; None if one of them has no figures. Both have the
+    same number of runs and the same random draws.
     """
     if one is None or other is None or len(one.needed.usd) != len(other.needed.usd):
         return None
@@ -242,7 +241,7 @@ def chance_below(one: Side | None, other: Side | None) -> float | None:
 
 
 def _own(rows: Sequence[Row], name: str, fleet: Fleet) -> Side | None:
-    """The most expensive of the types that the work's file lists; the bill prices this type."""
+    """The most expensive of the types that the work's file lists, which the bill prices."""
     sides = [
         row.side
         for row in rows
@@ -255,7 +254,9 @@ def _own(rows: Sequence[Row], name: str, fleet: Fleet) -> Side | None:
 
 
 def refined(rows: Sequence[Row], *, hours_left: float | None = None) -> list[Row]:
-    """The rows in order. The first rows of each work are simulated with more runs, so that their noise is small."""
+    """The rows in order and with reasons. The first rows of each work are simulated with more runs, so that their noise
+    is small.
+    """
     seen = Counter[str]()
     shown: dict[int, list[Row]] = {simulation.RUNS: [], RUNS_SHOWN: []}
     most = max(REFINED_EACH, REFINED // max(1, len({row.scenario for row in rows})))
@@ -266,12 +267,12 @@ def refined(rows: Sequence[Row], *, hours_left: float | None = None) -> list[Row
     better: dict[int, Row] = {}
     for runs, some in shown.items():
         better.update(zip(map(id, some), filled(some, hours_left, runs=runs), strict=True))
-    return _ranked([better.get(id(row), row) for row in rows], hours_left)
+    return with_reasons([better.get(id(row), row) for row in rows], hours_left)
 
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
-    """The rows that could be run and that no other row of the same work beats in both mean dollars and median
-    wall-clock hours: more expensive ones are faster by more than the simulation's noise.
+    """The rows that can be run and that no other row of the same work beats in both mean dollars and median wall-clock
+    hours. A more expensive row must be faster by more than the simulation's noise.
     """
     best: dict[str, list[Row]] = {}
     able = [row for row in rows if row.ranked and row.usd and row.wall_hours]
@@ -283,20 +284,20 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
 
 
 def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> list[tuple[StackDefinition, str]]:
-    """The scenarios, one for each (parameters, estimate, hold, storage, nodes, zone ids), with the group's names
-    and widest limits.
+    """One scenario for each (parameters, estimate, hold, storage, nodes, zone ids), with the names of all that share
+    these, and with their widest limits.
     """
     groups: dict[tuple[object, ...], list[StackDefinition]] = {}
     for variant in variants or (definition,):
         if variant.variant.reference:
             continue
         held = variant.variant.hold_hours, variant.variant.buffer
-        storage = repr(variant.storage)  # the storage section has a map of inputs, which cannot be hashed
+        storage = repr(variant.storage)  # as text, because the map of inputs cannot be hashed
         fleet = variant.fleet
         asked = fleet.nodes, fleet.cards, fleet.zone_ids if fleet.region == definition.fleet.region else ()
         key = (variant.job.parameters, variant.estimate, held, storage, variant.own_data, asked)
         groups.setdefault(key, []).append(variant)
-    # The stack's region is compared, even if a scenario asks for another.
+    # the options are compared in the stack's region, even if a scenario asks for another
     return [
         (
             replace(
@@ -324,8 +325,8 @@ def _highest(ceilings: Iterable[Decimal | None]) -> Decimal | None:
 
 
 def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int]:
-    """The numbers of nodes for which a type gets a row: one, and for the work's own types also the file's number and as
-    many as its job can use.
+    """The numbers of nodes for which a type gets a row: one; for the work's own types, also the file's number, and
+    those of NODE_COUNTS that its job can use.
     """
     config, own = work.job.parameters, work.nodes
     rows = config.rows()
@@ -337,21 +338,24 @@ def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int
 
 
 def _by_the_hour(basis: BillBasis) -> BillBasis:
-    """The work without its prepaid Capacity Block, which other ways to run it do not pay for."""
+    """The work without its prepaid Capacity Block, which does not pay for other ways to run the work."""
     work = basis.definition
     return basis.with_definition(replace(work, fleet=work.fleet.bought_as(work.fleet.market.by_the_hour)))
 
 
-def _ranked(rows: list[Row], hours_left: float | None) -> list[Row]:
-    """Rows in time come first, by mean dollars; then late rows; then rows that cannot run. A reason compares a row with
-    the first row of the same work.
-    """
+def _in_order(rows: Iterable[Row]) -> list[Row]:
+    """Rows in time come first, by mean dollars; then late rows; then rows that cannot run."""
 
     def order(row: Row) -> tuple[int, Decimal, str]:
         group = 2 if not row.ranked else 1 if row.late > SURE else 0
         return group, row.mean_usd, row.type
 
-    ordered = sorted(rows, key=order)
+    return sorted(rows, key=order)
+
+
+def with_reasons(rows: Iterable[Row], hours_left: float | None) -> list[Row]:
+    """The rows in order; the reason of each compares it with the first row of the same work."""
+    ordered = _in_order(rows)
     first: dict[str, Row] = {}
     for row in ordered:
         if row.ranked and row.late <= SURE:
@@ -383,9 +387,7 @@ def _lost(row: Row, best: Row | None, hours_left: float | None) -> str:
 
 
 def default_scenario(definition: StackDefinition, variants: Sequence[StackDefinition]) -> str:
-    """The name of the scenario that equals the file, where a scenario that only holds its node longer does not count;
-    if there is none, the name of the first priced scenario.
-    """
+    """The name of the scenario that equals the file, except for holding its node; or else of the first priced one."""
     own = [variant for variant in variants if not variant.variant.only_priced and _work(variant) == _work(definition)]
     priced = [variant for variant in variants if not variant.variant.reference]
     return next((variant.scenario for variant in (*own, *priced, *variants)), "") or definition.name
@@ -396,8 +398,8 @@ def _work(definition: StackDefinition) -> tuple[object, ...]:
 
 
 def deadline_policy(rows: list[Row], scenario: str, hours_left: float | None) -> tuple[DeadlinePlan, str] | None:
-    """For that scenario's work: the policy on the best type that has both prices, and this type; None without a
-    deadline.
+    """For the work of this scenario: the policy on the best type that has both prices, and that type; None if there is
+    no deadline.
     """
     from gpufleet.infra.risk import deadline
 

@@ -1,7 +1,8 @@
-"""One row of a comparison: a way to do a piece of work, drafted from the catalog and filled by simulated runs.
+"""The rows of a comparison. A row is a way to do a piece of work, drafted from the catalog and filled by simulated
+runs.
 
-Rows are drafted one by one and simulated together. They share their random draws, so that their differences are not
-noise, and rows with the same exposure to interruptions share its simulated runs.
+Rows are drafted one by one and simulated together. They share random draws, so that their differences are not noise,
+and rows with the same exposure to interruptions share its simulated runs.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from gpufleet.infra.risk.hazard import Hazards
 from gpufleet.infra.text import hours
 from gpufleet.job.text import counted
 
-# words that a table shows for a row's basis
+# what tables show for the basis of a row's speed
 BASIS = {"measured": "measured", "declared": "declared", "guessed": "guessed", "derived": "target"}
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """The data for every row of a comparison, besides its work. `find_basis` returns the project's data for a
-    definition, with the measurements on these types; it is None for a comparison without such data.
+    """The data for all rows of a comparison, besides their work. `find_basis` returns the project's data for a
+    definition, with the measurements on these types; it is None if there are no such data.
     """
 
     catalog: Catalog
     _: KW_ONLY
     hazards: Hazards = field(default_factory=dict)
-    hours_left: float | None = None  # hours to the deadline; None without a deadline
-    today: date | None = None  # the day from which the age of prices is counted
+    hours_left: float | None = None  # hours to the deadline; None if there is none
+    today: date | None = None  # the day to which the age of prices is counted
     find_basis: Callable[[StackDefinition, Iterable[str]], BillBasis] | None = None
 
     def basis(self, work: StackDefinition, types: Iterable[str]) -> BillBasis:
@@ -50,32 +51,30 @@ class Study:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """Compute dollars of the run in one region, without interruptions and set-up. None if the region has no known
-    price.
-    """
+    """The dollars of the run's compute in one region, without interruptions and set-up; None if no price is known."""
 
     region: str
     on_demand: Decimal | None
-    spot: Decimal | None  # at the median zone
+    spot: Decimal | None  # in the zone with the median price
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One way to do one piece of work. Figures are None if they cannot be known; `reason` says why."""
+    """One way to do a piece of work. Figures are None if they cannot be known; `reason` says why."""
 
-    scenario: str  # every scenario with this work, the first one leading
+    scenario: str  # the names of all scenarios with this work, in order
     work: StackDefinition  # the work with the counts of its prepared dataset
     capacity: Capacity
     option: TypeCost | None = None  # the work on one type; None for a run elsewhere, which has only a claim
-    refusal: str = ""  # why a fleet cannot launch the type for this work
+    refusal: str = ""  # why a fleet cannot launch the type for this work; empty if it can
     # the prepared dataset whose counts and size are used; empty if they come from job.parameters.data
     dataset: str = ""
     rates: tuple[Rate, ...] = ()
     inputs_usd: Decimal = Decimal(0)  # the part of usd for the transfer of inputs from another region
-    prepared: Prepared | None = field(default=None, repr=False)  # None without figures: `reason` says why
+    prepared: Prepared | None = field(default=None, repr=False)  # None if there are no figures; `reason` says why
     side: Side | None = field(default=None, repr=False)  # None before its runs are simulated
-    hours_left: float | None = None  # hours to the deadline; None without a deadline
-    # probability that it costs less than the work's own fleet; None if that has no figures
+    hours_left: float | None = None  # hours to the deadline; None if there is none
+    # probability that the row costs less than the work's own fleet; None if that fleet has no figures
     cheaper: float | None = None
     lost: str = ""  # why the row is not the first
 
@@ -121,7 +120,7 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """Tokens trained on; 0: not counted."""
+        """Tokens trained on; 0 if they are not counted."""
         phases = self.work.job.parameters.phases() if self.option else ()
         return sum(phase.steps * phase.tokens_per_step for phase in phases if phase.flops_per_token)
 
@@ -132,7 +131,7 @@ class Row:
 
     @property
     def used_gpu_h(self) -> float | None:
-        """GPUs used x hours of work, without set-up and idle time."""
+        """The number of used GPUs times hours of work, without set-up and idle time."""
         if self.runtime is None or self.option is None:
             return None
         used = min(self.ranks, self.work.nodes * self.option.instance.gpu_count)
@@ -140,19 +139,19 @@ class Row:
 
     @property
     def billed_gpu_h(self) -> float | None:
-        """All GPUs of the nodes x node-hours, p50."""
+        """The number of all GPUs of the nodes times node-hours, p50."""
         return float(self.hours.p50) * self.option.instance.gpu_count if self.option and self.hours else None
 
     @property
     def compute_h(self) -> float | None:
-        """Hours of optimizer steps only; if a node is held for longer, these hours."""
+        """Hours of optimizer steps, or, if the node is kept longer, the hours for which it is kept."""
         if self.runtime is None:
             return None
         return max(float(self.work.variant.hold_hours or 0), self.runtime.compute_s / 3600)
 
     @property
     def basis(self) -> str:
-        """The source of the speed: claim, target (roofline and an efficiency), measured, declared, guessed (from other
+        """The source of the speed: claim, target (a share of the roofline), measured, declared, or guessed (from other
         GPUs).
         """
         if self.option is None:
@@ -174,7 +173,9 @@ class Row:
 
     @property
     def reason(self) -> str:
-        """Why the row cannot be run or priced: it cannot be launched, does not fit, or has no price."""
+        """Why the row cannot be run or priced: its type cannot be launched, the work does not fit, or a price is
+        missing.
+        """
         if self.option is None or self.refusal:
             return self.refusal
         if self.unfit:
@@ -193,12 +194,11 @@ class Row:
 
     @property
     def ranked(self) -> bool:
-        """Whether the row could be run without a change."""
+        """Whether the row can be run as it is."""
         return self.launchable and self.fits and self.side is not None
 
     @property
     def hours(self) -> Quantiles | None:
-        """Node-hours."""
         return self.side.hours.times(self.nodes) if self.side else None
 
     @property
@@ -207,13 +207,13 @@ class Row:
 
     @property
     def usd(self) -> Quantiles | None:
-        """USD to finish, with everything in the bill."""
+        """USD to finish, with everything that a bill includes."""
         return self.side.usd.plus(self.inputs_usd) if self.side else None
 
     @property
     def mean_usd(self) -> Decimal:
         """The mean of a row with figures; else zero."""
-        return self.usd.mean if self.usd else Decimal(0)
+        return self.side.usd.mean + self.inputs_usd if self.side else Decimal(0)
 
     @property
     def dearer_usd_h(self) -> Decimal:
@@ -225,12 +225,12 @@ class Row:
 
     @property
     def dearest_usd(self) -> Decimal | None:
-        """p50 in the most expensive zone, which a limit is compared with; without `inputs_usd`."""
+        """p50 in the most expensive zone, with which limits are compared; without `inputs_usd`."""
         return side.exact(float(self.side.usd.p50 + self.dearer_usd_h * self.side.hours.p50)) if self.side else None
 
     @property
     def free_usd(self) -> Decimal | None:
-        """Mean USD that AWS does not charge, for interrupted first hours; not in `usd`."""
+        """Mean USD of interrupted first hours, which AWS does not charge and `usd` does not include."""
         return side.exact(float((self.side.needed.metered_usd - self.side.needed.usd).mean())) if self.side else None
 
     @property
@@ -239,7 +239,7 @@ class Row:
 
     @property
     def over_limit(self) -> bool:
-        """Whether p90 passes limits.max_usd or limits.max_hours."""
+        """Whether p90 exceeds limits.max_usd or limits.max_hours."""
         if self.side is None:
             return False
         stop_usd, stop_h = self.side.reserve
@@ -256,7 +256,7 @@ class Row:
 
 
 def draft(basis: BillBasis, name: str, option: TypeCost, capacity: Capacity, *, likely: bool = False) -> Row:
-    """The row before simulation. The definition's limits are marked, never applied. `likely`: as in side.prepare."""
+    """The row before simulation. The definition's limits do not stop its runs. `likely`: as in side.prepare."""
     work = basis.definition
     priced = option.runtime is not None and option.hourly(capacity) is not None and option.holds_the_job
     return Row(
@@ -278,8 +278,8 @@ def filled(
     attempts: int = simulation.MAX_ATTEMPTS,
     below: Decimal | None = None,
 ) -> list[Row]:
-    """The rows; each row with a price is simulated `runs` times. `attempts`: as in risk.simulate. `below`: drops rows
-    whose mean is not below this number of USD.
+    """The rows, of which each with a price is simulated `runs` times. `attempts`: as in simulation.simulate. `below`:
+    rows whose mean is not below this many USD are dropped.
     """
     prepared = [row.prepared for row in rows if row.prepared is not None]
     outcomes = iter(_simulated([ready.exposure.unlimited for ready in prepared], runs=runs, attempts=attempts))
@@ -290,14 +290,14 @@ def filled(
             continue
         outcome = next(outcomes)
         if below is None or side.mean_usd(row.prepared, outcome) < below:
-            settled = side.settle(row.prepared, outcome, outcome)
+            settled = side.settle(row.prepared, outcome, outcome, outcome)
             rows_filled.append(replace(row, side=settled, hours_left=hours_left))
     return rows_filled
 
 
 def _simulated(exposures: Sequence[simulation.Exposure], *, runs: int, attempts: int) -> list[simulation.SimulatedRuns]:
-    """The simulated runs of each exposure, in order. Equal exposures share a simulation; an exposure that nothing can
-    interrupt is simulated once.
+    """The simulated runs of each exposure, in order. Equal exposures share a simulation. An exposure in which nothing
+    is random is simulated with one run.
     """
     by_exposure: dict[simulation.Exposure, simulation.SimulatedRuns] = {}
     different = list(dict.fromkeys(exposures))
@@ -311,7 +311,7 @@ def _simulated(exposures: Sequence[simulation.Exposure], *, runs: int, attempts:
 
 
 def in_phases(runtime: Runtime, instance: Instance) -> str:
-    """The work, such as `sft 0.05 h, generate 0.01 h, each on 8 GPUs`, or on vCPUs."""
+    """A sentence about the phases, such as `sft 0.05 h, generate 0.01 h, each on 8 GPUs` (or on vCPUs)."""
     phases = ", ".join(f"{phase.name} {hours(phase.seconds / 3600)} h" for phase in runtime.phases)
     spare = f", {hours(runtime.held_s / 3600)} h held or spare" if runtime.held_s else ""
     return f"{phases} on {instance.used(runtime.ranks)}{spare}"
@@ -333,7 +333,7 @@ def _refusal(work: StackDefinition, instance: Instance) -> str:
 
 
 def rate(row: Row, option: TypeCost, region: str, catalog: Catalog) -> Rate:
-    """The compute hours times the price, for the tables of an experiment."""
+    """The hours of compute times the price in a region, for the tables of an experiment."""
 
     def amount(price: Decimal | None) -> Decimal | None:
         if price is None or row.compute_h is None:

@@ -1,4 +1,4 @@
-"""Shows a comparison as text (scenarios beside their claims, and the ranked options) and as an object for programs."""
+"""Shows a comparison as text (scenarios beside their claims, then the ranked options) and as an object for programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REGIONS = 4  # number of regions side by side
 
 
 def scenarios(rows: Sequence[Row]) -> Iterator[str]:
-    """Lines for each scenario of the file: its claim and its cost; then its compute in each region."""
+    """Yields the table of the file's scenarios, with claims and costs; then that of their compute in each region."""
     yield from sheet(rows, columns.SCENARIOS).text()
     yield ""
     yield from wrap(
@@ -42,7 +42,7 @@ def scenarios(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _rates(rows: Sequence[Row]) -> Iterator[str]:
-    """The compute of each scenario at every region's prices."""
+    """Yields the table of each scenario's compute at the prices of several regions."""
     if not rows:
         return
     regions = _shown_regions(rows)
@@ -65,12 +65,12 @@ def _rates(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _rate(region: str, market: str) -> Callable[[Row], Decimal | None]:
-    """A row's compute at that region's price."""
+    """A function that gives a row's compute at the price of this region and market."""
     return lambda row: next(getattr(rate, market) for rate in row.rates if rate.region == region)
 
 
 def _shown_regions(rows: Sequence[Row]) -> list[str]:
-    """The file's own region, and the others with the lowest compute cost; regions without a price come last."""
+    """The file's own region, then the regions with the lowest cost of compute; those without a price come last."""
     own, *others = (rate.region for rate in rows[0].rates)
     of_region = {region: [r for row in rows for r in row.rates if r.region == region] for region in others}
 
@@ -140,8 +140,8 @@ def _stages(comparison: Comparison, command: str) -> Iterator[str]:
         return
     usd, theirs = (sum((row.usd.p50 for row in rows if row.usd), Decimal(0)) for rows in (best, own))
     yield from wrap(
-        f"{comparison.definition.name}: with the cheapest type for each stage about {usd:.2f} USD in all, with the"
-        f" file's about {theirs:.2f}."
+        f"{comparison.definition.name}: with the cheapest type for each stage about {usd:.2f} USD in all; with the"
+        f" types of the file about {theirs:.2f} USD."
     )
     yield from sheet(best, columns.STAGES).text()
     yield from wrap(
@@ -151,7 +151,7 @@ def _stages(comparison: Comparison, command: str) -> Iterator[str]:
 
 
 def _best(comparison: Comparison, name: str, able: Sequence[Row]) -> tuple[Row, list[Row]]:
-    """The best of the options that can do this work, and the file's own fleet for it, if it has figures."""
+    """The best of the options that can do this work; and the rows of the file's own fleet that have figures."""
     fitting = [row for row in able if not row.over_limit and row.late <= SURE]
     own = [row for row in comparison.listed if row.scenario == name]
     same = [row for row in able for mine in own if (row.place, row.capacity) == (mine.place, mine.capacity)]
@@ -167,7 +167,7 @@ def _figures(row: Row) -> str:
 
 
 def _against(best: Row, own: Sequence[Row]) -> str:
-    """The cost of the file's own fleet for comparison."""
+    """What the file's own fleet costs, as an addition to a sentence."""
     if not own:
         return ""
     if (own[0].place, own[0].capacity) == (best.place, best.capacity):
@@ -179,11 +179,11 @@ def _against(best: Row, own: Sequence[Row]) -> str:
 
 
 def ranked(rows: Sequence[Row], frontier: Sequence[Row]) -> Iterator[str]:
-    """Each option on a line of its own, grouped by work, the cheapest first. The line below says why the option is not
-    the first, or cannot be run.
+    """Yields each option on its own line, grouped by work, the cheapest first. The line below an option says why it is
+    not the first, or why it cannot be run.
     """
     keys, spare = columns.RANKED
-    if len({row.basis for row in rows if row.ranked}) > 1:  # marks guessed ones
+    if len({row.basis for row in rows if row.ranked}) > 1:  # to show which speeds are guessed
         keys += " basis"
     order = list(dict.fromkeys(row.scenario for row in rows))
     picked = sorted(rows, key=lambda row: order.index(row.scenario))
@@ -197,7 +197,7 @@ def ranked(rows: Sequence[Row], frontier: Sequence[Row]) -> Iterator[str]:
             yield from textwrap.wrap(why.strip(), WIDTH, initial_indent="     ", subsequent_indent="     ")
     yield ""
     yield from wrap(
-        "* nothing does the same work for fewer mean dollars in fewer hours by the wall. Below an option: why it is not"
+        "* nothing does the same work for fewer mean dollars in fewer wall-clock hours. Below an option: why it is not"
         " the first of its work. less: probability that it costs less than the file's own fleet. free: mean dollars of"
         " interrupted first hours, which AWS does not charge, already left out of USD. stops: interruptions, p50."
         " USD is at what a fleet that picks by price may expect over the zones; dear: p50 in the dearest, by which"
@@ -219,7 +219,7 @@ def regions(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def batches(rows: Sequence[Row]) -> Iterator[str]:
-    """A table of the work with the file's batch and with larger ones, if one of these saves anything."""
+    """A table of the work with the file's batch and with larger ones, if one of them is cheaper."""
     if not rows:
         return
     means = [row.mean_usd for row in rows]
@@ -236,7 +236,7 @@ def batches(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def ages(rows: Sequence[Row], today: date, most_days: int) -> Iterator[str]:
-    """The age of the ranked nodes' prices, if one is older than `most_days`; else empty."""
+    """A line with the age of the ranked nodes' prices, if one is older than `most_days`."""
     days = sorted({(today - row.prepared.price.as_of).days for row in rows if row.ranked and row.prepared})
     if days and days[-1] > most_days:
         span = " to ".join(map(str, dict.fromkeys((days[0], days[-1]))))
@@ -244,7 +244,7 @@ def ages(rows: Sequence[Row], today: date, most_days: int) -> Iterator[str]:
 
 
 def policy(comparison: Comparison) -> Iterator[str]:
-    """Lines about the policy (spot until the slack runs out, then on demand) and its type; empty without a deadline."""
+    """Lines about the policy (spot until the slack runs out, then on demand) and its type, if there is a deadline."""
     if comparison.policy:
         plan, type_ = comparison.policy
         yield from wrap(f"With the deadline, on {type_}: {plan.sentence()}.")

@@ -1,8 +1,8 @@
 """The definition by which `gpufleet bake STACK` runs a builder: a node that pulls the stack's images, and
 for a snapshot of data copies these to its data volume, and then waits.
 
-It is a plain definition of a command, in the folder of a campaign's trials: so limits, stop, status and sweep of a run
-hold for the builder without code of its own.
+It is a plain definition of a command, in the folder of campaigns' trials, so that limits, stop, status and sweep work
+for the builder as for any run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DATA = "/data"  # where the data volume is mounted
 # disk.
 TYPE = "c7i.xlarge"
 WAITS_S = 3600  # longer than the builder's limit of hours
-# What was pulled is on the disk before the first step, and the AMI is made after it.
+# The images are on the disk before the first step, and the AMI is made after that step.
 COMMAND = f"sync; echo step 1; exec sleep {WAITS_S}"
 
 

@@ -1,6 +1,6 @@
-"""Rules between the keys of a definition file, as conditions of a JSON Schema: those of checks.py and job.kind.command
-that JSON Schema can express. tests/infra/definition/test_json_schema.py compares the two, and names the rules that it
-cannot express.
+"""Rules between the keys of a definition file, as conditions of a JSON Schema: the rules of checks.py and
+job.kind.command that JSON Schema can express. tests/infra/definition/test_json_schema.py compares them with the loader,
+and names the rules that JSON Schema cannot express.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gpufleet.job.kind.variables import KEY_LIKE
 
 Schema = dict[str, Any]
 
-# A folder's name, as far as its text shows: the meaning of `a/..` is known only once the path is resolved.
+# A folder's name, as far as its text alone shows it; what `a/..` means is only known when the path is resolved.
 _PLAIN = r"(?!\s)[^:\\\x00-\x1f\x7f]*[^:\\\s\x00-\x1f\x7f]"
 _OUTSIDE = r"(\./+)*\.\.(/|$)|/"
 BELOW = rf"^(?!(.*/)?\.\.(/|$))(?![~/])(?!\.?/*$){_PLAIN}$"
@@ -48,26 +48,24 @@ _COUNTED = r"\{(step|epoch)(:[0-9a-z]+)?\}"
 
 
 def no_key(pattern: str = "") -> str:
-    """A pattern for text without anything that looks like a secret key."""
+    """A pattern for text that contains nothing like a secret key."""
     return rf"^(?![\s\S]*(?:{KEY_LIKE.pattern})){pattern}"
 
 
 def known_placeholders(*, extra: bool = False) -> str:
-    """A pattern for text in which every placeholder is known. With `extra`, placeholders that exist only after a
-    restore are known too.
-    """
+    """A pattern for text in which every placeholder is known; if `extra`, those of a restore are known too."""
     names = PLACEHOLDER_NAMES.pattern + ("|checkpoint|step|epoch" if extra else "")
     unknown = PLACEHOLDER.pattern.replace(r"\{(", rf"\{{(?!(?:{names})(?::[0-9a-z]+)?\}}(?!\}}))(", 1)
     return rf"^(?![\s\S]*{unknown})"
 
 
 def pattern(text: str, allowed: str) -> Schema:
-    """A pattern, with the message that VS Code and the YAML language server show when it does not match."""
+    """A pattern, with the message that VS Code and the YAML language server show if a text does not match."""
     return {"pattern": text, "patternErrorMessage": f"Allowed: {allowed}."}
 
 
 def limited(path: str, value: Any) -> Schema:
-    """The condition that `path`, if the file has it, matches `value`."""
+    """The condition that the value at `path`, if the file has one, matches `value`."""
     for key in reversed(path.split(".")):
         value = {"properties": {key: value}}
     schema: Schema = value
@@ -75,7 +73,7 @@ def limited(path: str, value: Any) -> Schema:
 
 
 def has(path: str, value: Schema | None = None) -> Schema:
-    """The condition that the file has `path`, not null, and that it matches `value`."""
+    """The condition that the file has a value at `path` that is not null and matches `value`."""
     schema: Schema = {"not": {"type": "null"}, **(value or {})}
     for key in reversed(path.split(".")):
         schema = {"type": "object", "properties": {key: schema}, "required": [key]}
@@ -83,8 +81,8 @@ def has(path: str, value: Schema | None = None) -> Schema:
 
 
 def each_of(path: str, value: Schema, *, one: bool = False) -> Schema:
-    """The condition that the text at `path`, or each of a list of texts, matches `value`; With `one`, a single text
-    that matches is enough.
+    """The condition that the text at `path`, or each text of a list there, matches `value`. If `one`, a single matching
+    text is enough.
     """
     text = {"type": "string", **value}
     return limited(path, {"if": {"type": "array"}, "then": {"contains" if one else "items": text}, "else": text})
@@ -106,7 +104,7 @@ def no(schema: Schema) -> Schema:
     return {"not": schema}
 
 
-# the shipped catalog, because the schema must not depend on a project's prices
+# the catalog as shipped, because the schema must not depend on a project's prices
 SHIPPED = load_catalog(Path(__file__).parent)
 USABLE: dict[str, Instance] = {name: kind for name, kind in SHIPPED.instances.items() if not kind.unusable}
 _LISTED = "fleet.instance_types"
@@ -188,9 +186,7 @@ def _heartbeat(of: str) -> Schema:
 
 
 def _enough_gpus(path: str, condition: Schema) -> Iterator[Schema]:
-    """A condition for the number of GPUs: at least one, and at most the GPUs of each listed type, which has 1, 2, 4 or
-    8.
-    """
+    """A condition for the number of GPUs: at least one, and at most as many as each listed type has (1, 2, 4 or 8)."""
     counts = sorted({kind.gpu_count for kind in USABLE.values() if kind.gpu_count})
     yield when(condition, _types(lambda kind: kind.gpu_count > 0))
     for fewer, count in pairwise(counts):
@@ -245,7 +241,7 @@ def _lengths() -> Iterator[Schema]:
 
 
 def _output() -> Iterator[Schema]:
-    """The rules for how a command reports its step: by patterns of its own, a file, or the patterns of a format."""
+    """The rules for how a command reports its step: by its own patterns, by a file, or by the patterns of a format."""
     telling = [name for name, form in FORMATS.items() if form.progress]
     stdout = has("job.progress.stdout", {"not": _EMPTY})
     silent = every(no(stdout), no(has("job.progress.file")))
@@ -299,5 +295,5 @@ def _by_gpus() -> dict[int, list[str]]:
 
 
 def conditions(name: str) -> list[Schema]:
-    """The rules between the keys of a file whose job is of this kind."""
+    """The rules between the keys of a file with this kind of job."""
     return [*(of_a_command() if name == COMMAND else of_ready_made(name))]

@@ -1,10 +1,10 @@
 """`campaigns/NAME.yaml`: several runs under one cap, and how the file becomes trials.
 
-A trial is a plain definition. It is one of `stacks/`, or one of those with other values, which is written into
-`.gpufleet/trials/`, where every command and the program find it by its name. That name is made from the file's name and
-the values, so it stays as other values are added. In place of values the file may have ranges, from which a sampler
-draws the values of each trial as the campaign goes on (infra/search.py). A campaign that is `open` also takes each
-definition in `campaigns/NAME/`, which somebody, or an agent, may put there while it runs.
+A trial is a plain definition: a file of `stacks/`, or such a file with other values. A changed file is written into
+`.gpufleet/trials/`, where every command and the program find it by its name. This name is made from the file's name and
+the values, so that it stays the same when values are added to the campaign. In place of values the file may have
+ranges, from which a sampler draws the values of each trial while the campaign goes on (infra/search.py). A campaign
+that is `open` also takes each definition that somebody, or an agent, puts into `campaigns/NAME/` while it runs.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from gpufleet.job.contract.reading import DoubtError, Fields
 from gpufleet.job.text import counted
 
 FOLDER = "campaigns"
-VALUES = "values.json"  # what was varied in a trial, kept with its results
+VALUES = "values.json"  # the values of a trial, kept with its results
 SCHEMA_FILE = Path(__file__).with_name("campaign.schema.json")
-NAME = re.compile(r"[a-z][a-z0-9-]{0,29}[a-z0-9]")  # a trial's name, which has 40 characters, begins with it
-DIGITS = 8  # of a trial's name
-MOST = 1000  # trials: a bound of ours, as each is a bill
+NAME = re.compile(r"[a-z][a-z0-9-]{0,29}[a-z0-9]")  # a trial's name (40 characters) begins with it
+DIGITS = 8  # the digits at the end of a trial's name
+MOST = 1000  # most trials; our own bound, because each trial is a bill
 SCENARIOS = "scenarios"
-NEEDED = {  # the keys that a key needs
+NEEDED = {  # for each key, other keys that it needs
     "metric": ("direction",),
     "direction": ("metric",),
     "pruner": ("metric", "every"),
@@ -52,77 +52,77 @@ _ARGUMENT = re.compile(r"--?[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawnRange:
-    """What a sampler may draw for a key: one of `choices`, or without any a number from `low` to `high`."""
+    """What a sampler may draw for a key: one of `choices`, or, if there are none, a number from `low` to `high`."""
 
     low: Decimal = Decimal(0)
     high: Decimal = Decimal(0)
     step: Decimal | None = field(default=None, metadata={"minimum": 1e-12, "maximum": 1e12})
-    log: bool = False  # as likely from 1e-5 to 1e-4 as from 1e-4 to 1e-3
+    log: bool = False  # on a logarithmic scale: from 1e-5 to 1e-4 is as likely as from 1e-4 to 1e-3
     choices: tuple[str, ...] = ()
 
     @property
     def is_whole(self) -> bool:
-        """Whether only whole numbers are drawn: if all of them are written without a point."""
+        """Whether only whole numbers are drawn, because the file writes all numbers without a point."""
         numbers = (self.low, self.high, self.step or Decimal(1))
         return all(int(number.as_tuple().exponent) >= 0 for number in numbers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CampaignFile:
-    """The values of a campaign's file. `grid` and `list` are empty where the trials are the files as they are."""
+    """The values of a campaign's file. `grid` and `list` are empty if the trials are files of `stacks/` unchanged."""
 
     name: str
-    files: tuple[str, ...]  # stacks, the first of which says where the ledger lies
+    files: tuple[str, ...]  # stacks; the first one determines where the ledger lies
     max_usd: Decimal = field(metadata={"minimum": 0.01, "maximum": 1_000_000})
-    max_hours: Decimal | None = field(default=None, metadata={"minimum": 0.01, "maximum": 8784})  # by the wall
+    max_hours: Decimal | None = field(default=None, metadata={"minimum": 0.01, "maximum": 8784})  # wall-clock hours
     at_once: int = field(default=1, metadata={"minimum": 1, "maximum": 100})
     order: Literal["listed", "cheapest"] = "listed"
     open: bool = False
-    metric: str | None = None  # a figure of metrics.jsonl, by which trials are compared
+    metric: str | None = None  # the figure in metrics.jsonl by which trials are compared
     direction: Literal["minimize", "maximize"] | None = None
-    pruner: Literal["asha", "median"] | None = None  # stops what loses
-    every: int | None = field(default=None, metadata={"minimum": 1, "maximum": 1_000_000_000})  # steps; asha's first
-    reduction: int = field(default=4, metadata={"minimum": 2, "maximum": 100})  # of so many, asha lets one go on
+    pruner: Literal["asha", "median"] | None = None  # stops losing trials
+    every: int | None = field(default=None, metadata={"minimum": 1, "maximum": 1_000_000_000})  # steps
+    reduction: int = field(default=4, metadata={"minimum": 2, "maximum": 100})  # asha continues one trial in this many
     sampler: Literal["tpe", "random"] | None = None
-    trials: int | None = field(default=None, metadata={"minimum": 1, "maximum": MOST})  # the most that it draws
+    trials: int | None = field(default=None, metadata={"minimum": 1, "maximum": MOST})  # most trials that are drawn
     grid: Named[str, tuple[Node, ...]] = field(default_factory=dict)  # every combination of the keys' values
-    list: tuple[Named[str, Node], ...] = ()  # one trial for each
+    list: tuple[Named[str, Node], ...] = ()  # the values of one trial each
     draw: Named[str, DrawnRange] = field(default_factory=dict)  # in place of grid and list
 
     @property
     def allowed(self) -> dict[str, str]:
-        """What the campaign may do beyond its listed trials, as text by key."""
+        """By key, as text: what the campaign may do beyond its listed trials."""
         but = ("files", "grid", "list")
         return {key.name: str(getattr(self, key.name)) for key in fields(self) if key.name not in but}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DefinedTrial:
-    """One run of a campaign. `values` are those that its file does not have, as text by key."""
+    """One run of a campaign. `values`: by key, as text, the values that replace those of its file."""
 
     name: str
-    file: str = ""  # the stack that it is made from
+    file: str = ""  # the stack from which it is made
     values: Named[str, str] = field(default_factory=dict)
-    text: str | None = None  # of its definition; None: that is a file of stacks/
-    is_made: bool = False  # whether the campaign writes the definition of what it begins
+    text: str | None = None  # the text of its definition; None if that is a file of stacks/
+    is_made: bool = False  # whether the campaign writes its definition
 
     def __str__(self) -> str:
         return show_values(self.values) or self.name
 
 
 def show_values(values: Named[str, str]) -> str:
-    """The values on one line, for people."""
+    """The values on one line, for people to read."""
     return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items())
 
 
 def path_of(name: str, root: Path) -> Path | None:
-    """The file of the campaign `name` in the project `root`; None without one."""
+    """The file of the campaign `name` in the project `root`; None if there is none."""
     path = root / FOLDER / f"{name}.yaml"
     return path if NAME.fullmatch(name) and path.is_file() else None
 
 
 def load(name: str, root: Path) -> CampaignFile:
-    """The campaign `name`. Raises DefinitionError with every problem of its file, GpufleetError without the file."""
+    """The campaign `name`. Raises DefinitionError with every problem of its file; GpufleetError if it has no file."""
     path = path_of(name, root)
     if path is None:
         names = sorted(file.stem for file in (root / FOLDER).glob("[!.]*.yaml"))
@@ -153,29 +153,28 @@ def load(name: str, root: Path) -> CampaignFile:
 def trials(campaign: CampaignFile, root: Path) -> list[DefinedTrial]:
     """The trials that the file names, in its order. Raises GpufleetError."""
     names = campaign.files
-    if not campaign.grid and not campaign.list:  # with draw: the file whose values are drawn
+    if not campaign.grid and not campaign.list:  # if `draw` is set, this is the file whose values are drawn
         made = [DefinedTrial(name=find(name, root).stem, is_made=bool(campaign.draw)) for name in names]
     else:
         count = len(names) * len(campaign.list or (1,))
         for values in campaign.grid.values():
             count *= len(values)
         if count > MOST:
-            raise GpufleetError(f"{FOLDER}/{campaign.name}.yaml: {count} trials; allowed are {MOST}")
+            raise GpufleetError(f"{FOLDER}/{campaign.name}.yaml: {count} trials; at most {MOST} are allowed")
         made = [_trial(campaign, name, values, root) for name in names for values in _combined(campaign)]
     if twice := sorted({trial.name for trial in made if [other.name for other in made].count(trial.name) > 1}):
         shown = next(str(trial) for trial in made if trial.name == twice[0])
-        raise GpufleetError(f"{FOLDER}/{campaign.name}.yaml: {shown} twice: each trial once; another seed is another")
+        raise GpufleetError(f"{FOLDER}/{campaign.name}.yaml: {shown} twice; to repeat a trial, give it another seed")
     return made
 
 
 def define_drawn(campaign: CampaignFile, values: Named[str, str], root: Path) -> DefinedTrial:
-    """The trial of the values that a sampler has drawn. Raises GpufleetError."""
+    """The trial with the values that a sampler drew. Raises GpufleetError."""
     nodes: dict[str, Node] = {key: Scalar(path=key, line=0, text=text) for key, text in values.items()}
     return _trial(campaign, campaign.files[0], nodes, root)
 
 
 def write_values(values: Named[str, str]) -> bytes:
-    """The content of values.json."""
     return json.dumps({"schema": 1, "values": dict(values)}).encode()
 
 
@@ -188,7 +187,7 @@ def read_values(content: bytes) -> dict[str, str]:
 
 
 def lower_limit(name: str, usd: Decimal, root: Path) -> None:
-    """Writes limits.max_usd of a trial whose definition the campaign has made. Raises GpufleetError."""
+    """Writes `usd` as limits.max_usd into a definition that the campaign has made. Raises GpufleetError."""
     path = root / TRIALS / f"{name}.yaml"
     _, tree = open_file(path)
     limits = Mapping(path="", line=0, entries={"max_usd": Scalar(path="", line=0, text=f"{usd:f}")})
@@ -198,7 +197,7 @@ def lower_limit(name: str, usd: Decimal, root: Path) -> None:
 
 
 def write(made: list[DefinedTrial], root: Path) -> None:
-    """Writes the definitions of trials that have no file of `stacks/`, where they are not there as they are."""
+    """Writes the definitions of trials that are not files of `stacks/`; a file that is up to date is not touched."""
     for trial in made:
         path = root / TRIALS / f"{trial.name}.yaml"
         if trial.text is not None and not (path.is_file() and path.read_text(encoding="utf-8") == trial.text):
@@ -207,7 +206,7 @@ def write(made: list[DefinedTrial], root: Path) -> None:
 
 
 def offered(campaign: CampaignFile, root: Path) -> list[DefinedTrial]:
-    """The trials that were put into the folder of an open campaign, by name, without files that can be none."""
+    """The trials that somebody put into the folder of an open campaign, by name; other files there are ignored."""
     if not campaign.open:
         return []
     paths = sorted((root / FOLDER / campaign.name).glob("[!.]*.yaml"))
@@ -285,7 +284,7 @@ def _combined(campaign: CampaignFile) -> Iterator[dict[str, Node]]:
 
 
 def _trial(campaign: CampaignFile, file: str, values: dict[str, Node], root: Path) -> DefinedTrial:
-    """The file of a stack with other values. Raises GpufleetError."""
+    """The trial that is the file of a stack with other values. Raises GpufleetError."""
     path = find(file, root)
     _, tree = open_file(path)
     entries = {key: node for key, node in tree.entries.items() if key != SCENARIOS}
@@ -313,17 +312,17 @@ def _as_text(node: Node) -> str:
 
 
 def _with_argument(laid: Node, argument: str, value: Node, path: Path) -> Scalar:
-    """The command with the argument, in the place of the value that it has or else at its end. Raises GpufleetError."""
+    """The command with the argument: it replaces the argument's value, or is added at the end. Raises GpufleetError."""
     command = find_node(laid, "job.command")
     if not isinstance(command, Scalar) or not isinstance(value, Scalar):
-        wrong = "is for a job.command, which it has not" if not isinstance(command, Scalar) else "takes single values"
-        raise GpufleetError(f"{path}: {argument} of the campaign {wrong}; other keys are as job.parameters.seed")
+        wrong = "needs a job.command" if not isinstance(command, Scalar) else "takes single values"
+        raise GpufleetError(f"{path}: {argument} of the campaign {wrong}; other keys look like job.parameters.seed")
     if not re.fullmatch(r"[\w.,:/@%+=-]+", value.text):
-        allowed = "letters, digits and . , : / @ % + = - _, as the command is a line for a shell"
+        allowed = "letters, digits and . , : / @ % + = - _, because a shell reads the command"
         raise GpufleetError(f"{argument}: {value.text!r} is not accepted; allowed: {allowed}")
     written = re.compile(rf"(?<!\S){re.escape(argument)}(=|\s+)(?!-)\S+")
     if (times := len(written.findall(command.text))) > 1:
-        raise GpufleetError(f"{path}: job.command has {argument} {counted(times, 'time')}; a campaign changes one")
+        raise GpufleetError(f"{path}: job.command has {argument} {counted(times, 'time')}; allowed is once")
     if not times:
         return replace(command, text=f"{command.text.rstrip()} {argument}={value.text}")
     return replace(command, text=written.sub(lambda old: f"{argument}{old[1]}{value.text}", command.text))

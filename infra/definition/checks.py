@@ -1,7 +1,7 @@
 """Checks between the keys of a definition file, on the dataclasses that the schema built.
 
 They are pure functions: the caller gives the time and the catalog. infra.definition.rules checks single values,
-infra.bill checks prices and the cap against p50, and `gpufleet doctor` checks facts that only AWS knows.
+infra.bill checks prices and compares the cap with p50; `gpufleet doctor` checks facts that only AWS knows.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from gpufleet.job.text import counted, stamp
 if TYPE_CHECKING:
     from gpufleet.infra.catalog import Catalog
 
-ROOT_MINIMUM_GIB = 75  # snapshot of the Deep Learning Base AMI (AL2023, build of 2026-09-25); a smaller root is refused
+ROOT_MINIMUM_GIB = 75  # the snapshot of the Deep Learning Base AMI (AL2023, build of 2026-09-25) is that large
 IOPS_PER_GIB = 500  # for gp3; the source is third-party notes of 2026, not a page of AWS
 MIBPS_PER_IOPS = 0.25  # source: the same notes
 BASE_IOPS = 3000  # included in the price of any size
 TAG_KEY = re.compile(r"(?!aws:|gpufleet:|Name$)(?! )[A-Za-z0-9 _.:/=+@-]{1,128}(?<! )")
 PLACE = "a folder inside the project, or s3://bucket/prefix"
-ANYWHERE = "a folder, as seen from the project's, or s3://bucket/prefix"
-INPUT_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")  # the name of a folder, and in capitals of a variable
+ANYWHERE = "a folder, relative to the project, or s3://bucket/prefix"
+INPUT_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")  # also the name of a folder and, in capitals, of a variable
 BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.'()=-]+)*/?")  # no *: it is IAM's wildcard
 
 
@@ -53,7 +53,7 @@ def check(
     past_deadline: bool,
     launchable: bool = True,
 ) -> None:
-    """Adds every contradiction in the file to `findings`. Without `launchable` the types need only be known: a scenario
+    """Adds every contradiction in the file to `findings`. If not `launchable`, the types need only be known: a scenario
     may ask for a type that EC2 has retired or that is too small, and is then shown with the reason.
     """
     impossible = _model(s.job.parameters, findings)
@@ -127,7 +127,7 @@ def _placement(fleet: Fleet, findings: Findings, catalog: Catalog) -> None:
             other = next((region for region in regions if zone in catalog.zones(region)), None)
             theirs = [listed for listed in fleet.zones if other and listed in catalog.zones(other)]
             if zone in theirs[1:]:
-                continue  # reported with the first problem, because both are one mistake, in the region or in the zones
+                continue  # reported with the first problem: either the region is wrong, or all zones are
             hint = f"In {other}: {', '.join(theirs)}." if other else nearest(zone, zones)
             findings.add(path, f"the zones of {fleet.region}: {', '.join(zones)}", hint)
 
@@ -162,16 +162,16 @@ def _check_given(s: StackDefinition, findings: Findings) -> None:
         if not storage.dataset:
             findings.add("storage.dataset", PLACE)
         if storage.inputs is not None:
-            findings.add("storage.inputs", "nothing unless job.command is set", "Its data is storage.dataset.")
+            findings.add("storage.inputs", "nothing unless job.command is set", "Use storage.dataset for this job.")
         return
     for key, place in (("dataset", storage.dataset), ("base_weights", storage.base_weights)):
         if place:
-            hint = "Name it under storage.inputs: {inputs.NAME} is where it lies for the command."
+            hint = "Name it under storage.inputs: in the command, {inputs.NAME} is its path."
             findings.add(f"storage.{key}", "nothing when job.command is set", hint)
     if (code := config.demands.code) is not None:
-        remote = "A folder of this machine is shipped." if "://" in code.folder else ""
+        remote = "Only a folder of this machine can be shipped." if "://" in code.folder else ""
         if problem := remote or _place_problem(code.folder, anywhere=True):
-            findings.add(f"{config.path}.code.folder", "a folder, as seen from the project's", problem)
+            findings.add(f"{config.path}.code.folder", "a folder, relative to the project", problem)
     named = [*(storage.inputs or {}), *s.left]
     for path, name in config.demands.inputs:
         if name not in named:
@@ -189,7 +189,7 @@ def _saves(s: StackDefinition, findings: Findings) -> None:
             where,
             "how often the command saves by itself, {steps: N}, {epochs: N} or {minutes: N}",
             f"{s.fleet.market.place.capitalize()} a lost node's work after the last save is repeated, and the bill "
-            "prices that by this key. A command that saves nothing: checkpoint: none.",
+            "prices that by this key. If the command saves nothing, write checkpoint: none.",
         )
 
 
@@ -215,13 +215,13 @@ def _notify(notify: Notify, findings: Findings) -> None:
 
 def _base_weights(s: StackDefinition, findings: Findings) -> None:
     named, config = s.storage.base_weights is not None, s.job.parameters
-    if not config.dataset_kind:  # _given has reported it
+    if not config.dataset_kind:  # _check_given reports such inputs
         return
     if not config.sizes().base_weights:
         if named:
             hint = f"{s.job.experiment} starts without base weights: remove the key."
             findings.add("storage.base_weights", "nothing in this experiment", hint)
-    elif not named and config.dataset.is_own(""):  # otherwise a node would report it only after its paid set-up
+    elif not named and config.dataset.is_own(""):  # otherwise only a node would report this, after a paid set-up
         hint = f"{s.job.experiment} starts from a model; with generated data alone it starts from random weights."
         findings.add("storage.base_weights", PLACE, hint)
 
@@ -244,8 +244,8 @@ def _disk(path: str, disk: Disk, findings: Findings) -> None:
 
 
 def _place_problem(place: str, *, anywhere: bool = False) -> str:
-    """Why `place` is neither a folder of the project (with `anywhere`: of this machine) nor an s3:// prefix; empty if
-    it is one of them.
+    """Why `place` is neither a folder of the project nor an s3:// prefix; empty if it is one of them. If `anywhere`,
+    the folder may be anywhere on this machine.
     """
     if place.startswith("s3://"):
         return (
@@ -260,9 +260,9 @@ def _place_problem(place: str, *, anywhere: bool = False) -> str:
         return "No shell expands ~ here: write the path relative to the project, as in ../my-model, or in full."
     if not anywhere and (path.is_absolute() or ".." in path.parts or not path.parts or place.startswith("~")):
         return "Write it relative to the project, as in data/tinystories."
-    # no operating system accepts NUL; the other characters make two names look alike, or break a line in two
+    # no operating system accepts NUL; other such characters make two names look alike, or break a line in two
     if not place.isprintable():
-        return "It holds a line break or another character that is not shown: write a plain name."
+        return "It has a line break or another invisible character: write a plain name."
     return (
         "" if place == place.strip() and "\\" not in place else "Write it with forward slashes and no blanks around it."
     )
@@ -278,8 +278,8 @@ def _limits(limits: Limits, findings: Findings, now: datetime, past_deadline: bo
 
 
 def _check_keep(s: StackDefinition, findings: Findings, now: datetime) -> None:
-    """Checks storage.keep. A value that is too small is refused and not raised silently, because the bill prices the
-    days for which objects are kept.
+    """Checks storage.keep. A value that is too small is refused, not silently raised, because the bill prices the days
+    for which objects are kept.
     """
     if findings.bad & {MAX_HOURS, DEADLINE, END}:
         return
@@ -290,7 +290,7 @@ def _check_keep(s: StackDefinition, findings: Findings, now: datetime) -> None:
         findings.add(
             "storage.keep.days",
             f"at least {least} (days), so that run.json and the record of what was spent outlive the fleet",
-            f"It may live until {end:%Y-%m-%dT%H:%MZ}: {s.fleet.market.keep_ends}.",
+            f"The fleet may live until {end:%Y-%m-%dT%H:%MZ}: {s.fleet.market.keep_ends}.",
             default=str(s.storage.keep.days),
         )
 

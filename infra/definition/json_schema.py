@@ -1,12 +1,12 @@
-"""The definition file as a JSON Schema, so that editors complete its keys, say what each means, and mark what is wrong
-as one types.
+"""The definition file as a JSON Schema. With it, editors complete the keys, say what each means, and mark mistakes
+while one types.
 
 The schema is made from the dataclasses and rules by which the loader reads the file, and from the tables of docs/,
-whose words editors show. It is as strict as JSON Schema can be. Only the loader checks what depends on sums, the day,
-prices or AWS. The schema is stricter in one thing: a number must not be quoted. It is Draft 7, which every editor
-knows.
+whose words editors show. It is as strict as JSON Schema can be; only the loader can check what depends on sums, the
+day, prices or AWS. In one thing it is stricter than the loader: a number must not be quoted. It is Draft 7, which every
+editor knows.
 
-`make schema` writes the file that is shipped. It needs the pages, which only a clone has.
+`make schema` writes the shipped file. It needs the pages, which only a clone has.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from gpufleet.job.kind.variables import SECRET, VARIABLE
 
 FILE = (
     Path(__file__).resolve().with_name("definition.schema.json")
-)  # where `gpufleet schema` writes it, for editors to find
-# least length, in characters, of a key's schema that is shared; a shorter one is hardly longer than a reference
+)  # `gpufleet schema` writes the file here, so that editors find it
+# least length, in characters, of a key's schema that is shared: a shorter one is hardly longer than a reference to it
 LEAST_SHARED = 100
 # The times that the loader accepts: a time with its zone, or a span such as `in 10 h`, of at most 366 days.
 _CLOCK = r"([01][0-9]|2[0-3])(:?[0-5][0-9]){0,2}"
@@ -71,7 +71,7 @@ MOMENT = rf"^(in (?=[0-9.]*[1-9])({_HOURS}) h|{_TIME})$"
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The pages' words about the keys of a section: value and reason of each, and values from example files."""
+    """What the pages say about the keys of a section: value and reason of each key, and values from example files."""
 
     rows: dict[str, tuple[str, str]]
     files: list[Any]
@@ -79,7 +79,7 @@ class Page:
 
     @classmethod
     def read(cls, path: str, *tables: str) -> Page:
-        """Reads the tables under these headings. A later table overrides an earlier one, except with an empty text."""
+        """Reads the tables under these headings. A later table overrides an earlier one, unless its text is empty."""
         rows: dict[str, tuple[str, str]] = {}
         for heading in tables:
             text = "".join(f"{(_PAGES / page).read_text()}\n## " for page in ("definition.md", "parameters.md"))
@@ -98,28 +98,26 @@ class Page:
         return replace(words, section="")
 
     def section_at(self, key: str) -> Page:
-        """The words of the pages about the section at `key`."""
+        """What the pages say about the section at `key`."""
         files = [file[key] for file in self.files if isinstance(file, dict) and key in file]
         return Page(self.rows, files, f"{self.section}{key}.")
 
     def words(self, key: str) -> tuple[str, str]:
-        """Value and reason of a key: from the key's own row, which may be in a table of its section, else from the row
-        of its section.
-        """
+        """Value and reason of a key, from the key's own row, or else from the row of its section."""
         for name in (f"{self.section}{key}", key, self.section.rstrip(".")):
             if name in self.rows:
                 return self.rows[name]
         return "", ""
 
     def describe(self, key: str, allowed: str, about: str = "") -> str:
-        """The meaning of a key (or `about`, the meaning of its section, if the pages do not explain the key) and the
-        allowed values.
+        """The meaning of a key, and the allowed values. If the pages do not explain the key, the meaning of its
+        section, `about`, is used.
         """
         value, why = map(plain, self.words(key))
         return ". ".join(filter(None, ((why or about).rstrip("."), (value or allowed).rstrip(".")))) + "."
 
     def examples(self, key: str, field_schema: Schema, allowed: str) -> Schema:
-        """An example of the key's value: from an example file, from the key's words, or any that is not its default."""
+        """An example of the key's value: from an example file, from the pages, or else any value but the default."""
         from jsonschema import Draft7Validator  # imported here, because it is a development tool
 
         values = [file[key] for file in self.files if isinstance(file, dict) and key in file]
@@ -140,7 +138,7 @@ class Page:
 
 @functools.cache
 def _files() -> list[Any]:
-    """The definition files that pages and examples/ show."""
+    """The definition files in the pages and in examples/."""
     pages = [page.read_text().split("```yaml\n")[1:] for page in sorted(_PAGES.glob("*.md"))]
     texts = [block.partition("```")[0] for blocks in pages for block in blocks]
     texts += [file.read_text() for file in sorted((_PAGES.parent / "examples").rglob("*.yaml"))]
@@ -181,7 +179,7 @@ def schema() -> Schema:
     }
     one_job = {
         "job": {"oneOf": [{"required": ["experiment"]}, {"required": ["command"]}]}
-    }  # each stage has a job of its own
+    }  # each stage has its own job
     of_stage = {key: laid_over.get(key, {"type": "object"}) for key in STAGE_KEYS if key != "name"}
     named = pattern(f"^{STAGE_NAME.pattern}$", "1 to 20 of a-z, 0-9 and _, beginning with a letter")
     return {
@@ -222,13 +220,13 @@ def schema() -> Schema:
 
 
 def shared() -> Schema:
-    """The schema in which a key that has the same description in several places is described once, among the
-    definitions.
+    """The schema, in which a key with the same description in several places is described only once, under
+    `definitions`.
     """
     tree = json.loads(json.dumps(schema()))  # a copy, because schema() contains the same object several times
     counts = Counter(json.dumps(section[key]) for section, key in _keys(tree))
     numbers, names, parts = Counter[str](), dict[str, str](), [tree]
-    for part in parts:  # the list grows: a shared key may hold shared keys
+    for part in parts:  # the list grows meanwhile: a shared key may contain shared keys
         for section, key in _keys(part):
             text = json.dumps(section[key])
             if counts[text] > 1 and len(text) >= LEAST_SHARED:
@@ -242,9 +240,7 @@ def shared() -> Schema:
 
 
 def _keys(part: Any) -> Iterator[tuple[Schema, str]]:
-    """The keys that a part of the schema describes, each in its section: the keys of a section come before the keys
-    within them.
-    """
+    """Yields each key that a part of the schema describes, with its section; a key comes before the keys within it."""
     for word, child in part.items() if isinstance(part, dict) else enumerate(part if isinstance(part, list) else ()):
         if word == "properties":
             yield from ((child, key) for key in child)
@@ -252,7 +248,6 @@ def _keys(part: Any) -> Iterator[tuple[Schema, str]]:
 
 
 def text() -> str:
-    """The schema that is shipped."""
     return FILE.read_text(encoding="utf-8")
 
 
@@ -264,7 +259,7 @@ def write() -> None:
 
 
 def modeline(folder: Path, project: Path) -> str:
-    """The line that leads an editor from a file in `folder` to the `project`'s copy of the schema. Empty if there is no
+    """The line that leads an editor from a file in `folder` to the `project`'s copy of the schema; empty if there is no
     copy, because the path to the installed schema is valid on this machine only.
     """
     for file in (project.resolve() / SCHEMA, project.resolve() / "infra" / "definition" / FILE.name):
@@ -316,8 +311,8 @@ def _job(experiment: str, page: Page) -> Schema:
 def _section(
     classes: list[type[Any]], page: Page, *, partial: bool = False, but: tuple[str, ...] = (), default: Any = None
 ) -> Any:
-    """The keys of dataclasses as one section. With `partial` the section is laid over another, so that no key is
-    required. A key for which the surrounding section has a `default` is not required either.
+    """The keys of dataclasses as one section. If `partial`, the section is laid over another one, so that no key is
+    required. A key with a `default` in the surrounding section is not required either.
     """
     properties, required = {}, []
     for cls in classes:
@@ -387,7 +382,6 @@ def _field(cls: type[Any], name: str, page: Page, *, partial: bool = False, defa
 
 
 def _value(hint: Any, rule: Rule) -> Schema:
-    """The schema of values of this type."""
     origin = typing.get_origin(hint)
     if origin is tuple:
         item = _value(typing.get_args(hint)[0], rule)
@@ -413,8 +407,8 @@ def _value(hint: Any, rule: Rule) -> Schema:
 
 
 def _text(rule: Rule) -> Schema:
-    """The schema of text; YAML reads text that looks like a number or a truth value as a number or truth value, so
-    these are accepted too.
+    """The schema of text. It also accepts numbers and truth values, because YAML takes text that looks like one for
+    one.
     """
     takes = re.compile(rule.pattern or "[\\s\\S]*").fullmatch
     looks = {"number": "-1.5", "integer": "1", "boolean": "true"}
@@ -425,7 +419,7 @@ def _text(rule: Rule) -> Schema:
 
 
 def _anchored(pattern: str) -> str:
-    """A pattern that must match the whole text, for JSON Schema, whose patterns may match anywhere."""
+    """The pattern with anchors, because JSON Schema's patterns may otherwise match anywhere in a text."""
     return f"^(?:{pattern})$"
 
 
@@ -458,7 +452,7 @@ _VARIABLE = "a variable of the environment: letters, digits and _, not beginning
 _GIVEN = {"propertyNames": pattern(f"^{between.NODES_OWN}{VARIABLE.pattern}$", f"{_VARIABLE}; AWS_... is the node's")}
 _SECRETS: Schema = _names(VARIABLE, _VARIABLE) | {"additionalProperties": _SECRET}
 _ZONE_IDS = "|".join(f"{region.zone_id_prefix}az[1-8]" for region in known_regions().values())
-# Restrictions that come from the checks between keys, not from a type or a rule.
+# Restrictions that come from checks.py, not from a type or a rule.
 _KNOWN: dict[tuple[type[Any], str], Schema] = {
     (Fleet, "region"): {"type": "string", "enum": [*known_regions()]},
     (Fleet, "zones"): {
@@ -481,7 +475,7 @@ _KNOWN: dict[tuple[type[Any], str], Schema] = {
         **_names(INPUT_NAME, "a name of at most 40 of a-z 0-9 _, beginning with a letter"),
         "additionalProperties": _TEXT_OF | pattern(between.ANYWHERE, ANYWHERE),
     },
-    (Code, "folder"): pattern(between.FOLDER, "a folder, as seen from the project's"),
+    (Code, "folder"): pattern(between.FOLDER, "a folder, relative to the project"),
     (CommandConfig, "command"): _STARTED,
     (CommandConfig, "setup"): _STARTED,
     (CommandConfig, "workdir"): pattern(

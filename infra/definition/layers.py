@@ -1,4 +1,4 @@
-"""The meaning of a definition file: by itself, with its `rehearsal` laid over it, and with each of its `scenarios`."""
+"""Builds definitions from a file's tree: as it stands, with its `rehearsal` laid over it, and with each scenario."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from gpufleet.infra.errors import Problem, of_form
 if TYPE_CHECKING:
     from gpufleet.infra.catalog import Catalog
 
-# Sections that may be laid over; the run's identity is not among them.
+# Sections that an overlay may change; the run's identity is not among them.
 OVERLAID = ("job", "fleet", "storage", "limits", "goal", "account", "notify", "estimate")
-# The text by which editors find the schema in a file's comments; a path or an address follows it.
+# The text that leads an editor to the schema; a path or an address follows it.
 MODELINE = "# yaml-language-server: $schema="
 MOST_SCENARIOS = 100  # our own bound, because each scenario is a whole file to check and to price
 SCENARIO_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
@@ -38,9 +38,9 @@ def definition(
     plain: StackDefinition | None = None,
     earlier: stages.Earlier | None = None,
 ) -> tuple[StackDefinition, list[Problem]]:
-    """The tree's definition and its problems. Without `launchable`, its types need only be known. `plain` is the
-    definition without the overlay, which has no problems: sections that are equal in it are not read again. `earlier`,
-    for a stage, has the stages before this one; a stage is given what its job takes of the file's storage.
+    """The tree's definition and its problems. If not `launchable`, its types need only be known. `plain`: the
+    definition without the overlay and without problems, whose sections are reused if they are equal. `earlier`: for a
+    stage, the stages before it; a stage gets only that part of the file's storage which its job takes.
     """
     if stages.STAGES in tree.entries:
 
@@ -75,7 +75,7 @@ def definition(
         storage = built.storage.taken_by(built.job.parameters)
         built = replace(built, before=earlier.before, taken=earlier.taken, storage=storage)
     if catalog is None:
-        # imported here, so that `pin` need not spend time on reading tables
+        # imported here, so that `pin` spends no time on reading tables
         from gpufleet.infra.catalog import load_catalog
 
         catalog = load_catalog()
@@ -91,7 +91,7 @@ def rehearsed(tree: Mapping) -> Mapping:
 
 
 def from_anywhere(tree: Mapping, root: Path) -> Mapping:
-    """The tree with full paths for a command's code and inputs, which the file may give relative to `root`."""
+    """The tree with full paths of a command's code and inputs, which the file may give relative to `root`."""
     placed: Node = tree
     if isinstance(listed := tree.entries.get(stages.STAGES), Items):
         full = [from_anywhere(item, root) if isinstance(item, Mapping) else item for item in listed.items]
@@ -129,7 +129,7 @@ def variants(
     catalog: Catalog | None = None,
     plain: StackDefinition | None = None,
 ) -> tuple[list[StackDefinition], list[Problem]]:
-    """Every entry of the tree's `scenarios`, laid over it, and the problems in them. `plain` is as in definition()."""
+    """Each of the tree's `scenarios`, laid over it, and the problems in them. `plain` is as in definition()."""
     findings = Findings(tree=tree)
     section = entries_of(tree.entries.get("scenarios"), "scenarios", "a section with one entry per scenario", findings)
     if len(section) > MOST_SCENARIOS:
@@ -161,9 +161,7 @@ def variants(
 
 
 def overlay_problems(overlay: Node, under: Mapping) -> list[Problem]:
-    """The problems of a `rehearsal` section, laid over the tree `under`, that can be seen before the section's values
-    are read.
-    """
+    """The problems of a `rehearsal` section over the tree `under` that show before the section's values are read."""
     allowed = [*OVERLAID, "interruptions", "python"]
     findings = Findings(tree=Mapping(path="", line=overlay.line, entries={"rehearsal": overlay}))
     entries = entries_of(overlay, "rehearsal", f"a section with the keys {', '.join(allowed)}", findings)
@@ -173,7 +171,7 @@ def overlay_problems(overlay: Node, under: Mapping) -> list[Problem]:
 
 
 def purpose(text: str) -> str:
-    """The comment block at the beginning of the file, without the comment marks and without the line for editors."""
+    """The comment block at the beginning of the file, without comment marks and without the line for editors."""
     block = []
     for line in io.StringIO(text.lstrip("\ufeff"), newline=None):
         if not line.startswith("#"):
@@ -185,14 +183,14 @@ def purpose(text: str) -> str:
 
 
 def _same_job(entries: dict[str, Node], under: Mapping, where: str, findings: Findings) -> None:
-    """Reports keys of `job` that cannot be laid over and would be ignored."""
+    """Reports keys of `job` that an overlay may not change, because they would be ignored."""
     if isinstance(laid := entries.get("job"), Mapping):
         check_keys(laid.entries, job_keys(under.entries.get("job"), laid_over=True), f"{where}.job", findings)
 
 
 def _laid_over(section: str, overlay: Node, under: Node | None) -> Node:
-    """The overlay, in which `job` has only the keys that may change, because a rehearsal or scenario runs the same job
-    and image.
+    """The overlay. Its `job` keeps only the keys that may change, because a rehearsal or scenario runs the same job and
+    image.
     """
     if section != "job" or not isinstance(overlay, Mapping):
         return overlay

@@ -1,7 +1,7 @@
-"""Reads, checks and pins definition files. There is no other way from `stacks/<experiment>.yaml` to a StackDefinition.
+"""Reads, checks and pins definition files. Only here does `stacks/<experiment>.yaml` become a StackDefinition.
 
-Program, CLI and tests all load through here. Every load validates the whole file, as written, with its `rehearsal`
-section laid over it and with each of its `scenarios`, and reports the problems of all at once.
+Program, commands and tests all load here. Each load validates the whole file: as written, with its `rehearsal` section
+laid over it, and with each of its `scenarios`. It reports all problems at once.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from gpufleet.infra.catalog import Catalog
 
 STACK_NAME = re.compile(r"[a-z][a-z0-9-]{0,38}[a-z0-9]")
-# Files that `gpufleet init` puts beside the definitions: the Pulumi program and the canary's script, each alone in its
-# folder, and the schema for editors.
+# What `gpufleet init` puts beside the definitions: the folders of the Pulumi program and of the canary's script, and
+# the schema for editors.
 PROGRAM, CANARY, SCHEMA = "stacks/program", "stacks/canary", "stacks/definition.schema.json"
-TRIALS = ".gpufleet/trials"  # definitions that a campaign or a bake has made; git ignores them
+TRIALS = ".gpufleet/trials"  # definitions that a campaign or a bake makes; git ignores them
 _TOP_KEY = re.compile(rb"(?m)^['\"]?(\w[\w.-]*)['\"]?[ \t]*:")
 _SECTIONS = {"run", "job", "fleet", "limits"}  # sections that each definition must have
 
@@ -42,21 +42,21 @@ def load(
     catalog: Catalog | None = None,
     staged: bool = False,
 ) -> StackDefinition:
-    """The definition in `path`, with its `rehearsal` section laid over it when asked. A file with stages is refused
-    unless `staged` says that the caller is prepared for them. The deadline is compared with `now`, which has a time
-    zone. `past_deadline` accepts a deadline that has passed, for a run that is already over. `catalog` has the existing
-    types and regions; None stands for the types and regions known here. Raises DefinitionError with every problem of
-    the file.
+    """The definition in `path`; if `rehearsal`, with this section laid over it. A file with stages is refused unless
+    `staged` says that the caller is prepared for them. The deadline is compared with `now`, which must have a time
+    zone. If `past_deadline`, the deadline may have passed, for a run that is already over. `catalog` has the existing
+    types and regions; None stands for the catalog of this project. Raises DefinitionError with every problem of the
+    file.
     """
     if now.tzinfo is None:
-        raise ValueError("now must be aware of its time zone")
+        raise ValueError("`now` must have a time zone")
     text, tree = open_file(path)
     problems = _name_problems(path)
     plain, wrong = layers.definition(tree, path, text, now, past_deadline, catalog=catalog)
     problems += wrong
     overlay = tree.entries.get("rehearsal")
     merged, sound = plain, None if problems else plain
-    # these problems are enough to fix first; each overlaid form would report all of them again
+    # enough problems to fix first; the file with each overlay would report all of them again
     if len(problems) > SHOWN:
         raise DefinitionError(str(path), in_order(problems))
     if overlay is not None:
@@ -70,7 +70,7 @@ def load(
     chosen = merged if rehearsal else plain
     if chosen.stages and not staged:
         named = ", ".join(stage.run.id for stage in chosen.stages)
-        raise GpufleetError(f"{path} has stages, and this takes a single job. Commands with --run take one of {named}")
+        raise GpufleetError(f"{path} has stages, but this takes a single job. Commands with --run take one of {named}")
     return chosen
 
 
@@ -90,8 +90,8 @@ def tagged(definition: StackDefinition, tags: abc.Mapping[str, str]) -> StackDef
 
 
 def find(name_or_path: str, root: Path) -> Path:
-    """`stacks/<name>.yaml` under `root`, a campaign's trial of that name, or the file at a path. Raises GpufleetError,
-    with the nearest name, if there is none.
+    """`stacks/<name>.yaml` under `root`, the campaign's trial with this name, or the file at this path. If there is
+    none, raises GpufleetError with the nearest name.
     """
     if is_path(name_or_path):
         for path in (Path(name_or_path), root / name_or_path):  # the program's working directory is infra/
@@ -101,16 +101,16 @@ def find(name_or_path: str, root: Path) -> Path:
         there = (root / "stacks" / f"{meant}.yaml").is_file()
         hint = f"; stacks/{meant}.yaml is there: write {meant}" if there else ""
         if Path(name_or_path).is_dir():
-            raise GpufleetError(f"{name_or_path} is a folder, and a stack is one file{hint or ': name that'}")
+            raise GpufleetError(f"{name_or_path} is a folder, but a stack is one file{hint or ': name the file'}")
         raise GpufleetError(f"there is no file {name_or_path}{hint}")
     path = root / "stacks" / f"{name_or_path}.yaml"
     for file in (path, root / TRIALS / path.name):
         if file.is_file():
             return file
     if path.exists():
-        raise GpufleetError(f"{path} is a folder or device, not a file; a stack is one file: move it away")
+        raise GpufleetError(f"{path} is a folder or device, but a stack is a file: move it away")
     if path.with_suffix(".yml").is_file():
-        raise GpufleetError(f"stacks/{name_or_path}.yml is there: give it the ending .yaml, by which stacks are found")
+        raise GpufleetError(f"stacks/{name_or_path}.yml has the wrong ending: rename it to {name_or_path}.yaml")
     names = stacks_of(root)
     message = f"there is no stack {name_or_path!r}; stacks/ has {', '.join(names)}. {nearest(name_or_path, names)}"
     raise GpufleetError(message.rstrip())
@@ -122,31 +122,31 @@ def is_path(stack: str) -> bool:
 
 
 def stacks_of(root: Path) -> list[str]:
-    """The stacks of `stacks/`, by name, at least one. Raises GpufleetError."""
+    """The names of the stacks in `stacks/`. Raises GpufleetError if there is none."""
     if names := names_of(root):
         return names
     raise GpufleetError(f"there is no stacks/ folder with definition files in {root}; run this inside the project")
 
 
 def names_of(root: Path) -> list[str]:
-    """The stacks of `stacks/`, by name. Hidden files, such as macOS's `._name.yaml`, and files of other tools are
-    omitted.
+    """The names of the stacks in `stacks/`, without hidden files, such as macOS's `._name.yaml`, and files of other
+    tools.
     """
     files = (file for file in (root / "stacks").glob("[!.]*.yaml") if file.is_file())
     return sorted(file.stem for file in files if is_definition(file.read_bytes()))
 
 
 def is_definition(content: bytes) -> bool:
-    """Whether a file is meant as a definition: it has one of the required sections, or nothing at its top level. Its
-    folder `stacks/` may belong to another tool.
+    """Whether a file of `stacks/` is meant as a definition: it has one of the required sections, or no keys at its top
+    level. (Another tool may have a folder of this name.)
     """
     keys = {key.decode(errors="replace") for key in _TOP_KEY.findall(content)}
     return not keys or bool(keys & _SECTIONS)
 
 
 def of_project(root: Path) -> re.Pattern[str]:
-    """A pattern for the names, relative to the project `root`, of gpufleet's own files: descriptions of runs, and what
-    commands wrote. They are not part of the training code, even if that is in the same folder.
+    """A pattern for the names, relative to the project `root`, of gpufleet's own files: definitions, and files that its
+    commands wrote. They are not part of the training code, even if it lies in the same folder.
     """
     stacks = "|".join(map(re.escape, names_of(root))) or "(?!)"
     campaigns = "|".join(re.escape(path.stem) for path in (root / "campaigns").glob("*.yaml")) or "(?!)"
@@ -159,7 +159,7 @@ def of_project(root: Path) -> re.Pattern[str]:
 
 
 def project_root(start: Path) -> Path:
-    """The nearest folder at or above `start` that holds `stacks/`; `start` itself when there is none."""
+    """The nearest folder at or above `start` that has `stacks/`; `start` itself if there is none."""
     for folder in (start, *start.parents):
         if (folder / "stacks").is_dir():
             return folder
@@ -167,9 +167,9 @@ def project_root(start: Path) -> Path:
 
 
 def rehearsal_text(path: Path, root: Path | None = None, *, changed: Callable[[Mapping], Mapping] | None = None) -> str:
-    """The file in the form of a rehearsal, as text: the merged sections, with only `interruptions` left of `rehearsal`.
-    With `root`, the folders of a command's code and inputs have full paths instead of paths relative to that project.
-    `changed` turns the merged tree into another.
+    """The text of the file in its form as a rehearsal: its sections with `rehearsal` merged into them, except
+    `interruptions`. `root`: the project to which folders of code and inputs are relative; if given, they get full
+    paths. `changed`: a function that changes the merged tree.
     """
     text, tree = open_file(path)
     merged = layers.rehearsed(tree)
@@ -177,7 +177,7 @@ def rehearsal_text(path: Path, root: Path | None = None, *, changed: Callable[[M
         merged = changed(merged)
     overlay = tree.entries.get("rehearsal")
     entries = {name: node for name, node in merged.entries.items() if name != "scenarios"}
-    if isinstance(fleet := entries.get("fleet"), Mapping):  # the embedded account has no AMI of a bake
+    if isinstance(fleet := entries.get("fleet"), Mapping):  # a baked AMI does not exist in the embedded account
         keys = {name: node for name, node in fleet.entries.items() if name != "baked_ami"}
         entries["fleet"] = replace(fleet, entries=keys)
     if isinstance(overlay, Mapping) and "interruptions" in overlay.entries:

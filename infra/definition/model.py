@@ -43,9 +43,9 @@ class Job:
 
     experiment: str  # for a user's own command, the name of its kind
     image: str  # repository:tag, or repository:tag@sha256:... once pinned
-    # the image for gpufleet's own part; None for a ready-made job, whose image has it
+    # the image for gpufleet's own part; None for a ready-made job, whose image contains this part
     supervisor_image: str | None = None
-    parameters: JobConfig  # the typed config of this kind of job; the file has only differences from its defaults
+    parameters: JobConfig  # the typed config of this kind of job; the file states only differences from its defaults
 
     @property
     def images(self) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ class Job:
 if TYPE_CHECKING:
     Capacity = str
     Fallback = str
-else:  # allowed words in a file: a row of infra/market each
+else:  # the words that a file may use: one for each row of infra/market
     Capacity, Fallback = Literal[tuple(market.WAYS)], Literal[tuple(market.FALLBACKS)]
 Cards = Literal["one", "all"]
 
@@ -71,14 +71,14 @@ class Fleet:
     """Where it runs. The types have no order, because the fleet's strategy picks."""
 
     region: str
-    zones: tuple[str, ...]  # names, us-east-2a; or ids, use2-az1, which are the same in every account
+    zones: tuple[str, ...]  # names (us-east-2a), or ids (use2-az1), which are the same in every account
     instance_types: tuple[str, ...]
     capacity: Capacity = "spot"
     nodes: int = added_later(1)  # the number of nodes that train together; several nodes have one type and one zone
     cards: Cards = added_later("one")  # which network cards of each node carry the traffic between nodes
-    # how long nodes wait for missing nodes; None: the model of waits decides
+    # how long nodes wait for missing nodes; if None, the model of waits decides
     gather_minutes: Decimal | None = added_later(None)
-    fallback: Fallback = added_later("none")  # what to do as soon as spot would miss the deadline
+    fallback: Fallback = added_later("none")  # what to do once spot would miss the deadline
     block: CapacityBlock | None = added_later(None)  # None unless capacity is block
     ami: str = "unpinned"  # a literal ami-..., written by `gpufleet doctor --pin`
     baked_ami: str | None = added_later(None)  # an AMI that holds the job's images, written by `gpufleet bake`
@@ -95,21 +95,20 @@ class Fleet:
 
     @property
     def lets_go(self) -> bool:
-        """Whether waiting nodes end themselves after a time, so that AWS is asked for all nodes later."""
+        """Whether waiting nodes end themselves after some time, so that AWS is later asked for all nodes together."""
         return self.is_gang and self.market.replaces
 
     @property
     def market(self) -> Market:
-        """The market in which these nodes are bought."""
         return market.find(self.capacity, self.fallback, nodes=self.nodes, block=self.block)
 
     @property
     def zone_ids(self) -> tuple[str, ...]:
-        """The zones' ids within the region (az1, ...), if the file gives ids (use2-az1); empty for names."""
+        """The zones' ids within the region (az1 for use2-az1); empty if the file gives names."""
         return tuple(zone.rpartition("-")[2] for zone in self.zones if is_zone_id(zone))
 
     def bought_as(self, capacity: Capacity) -> Fleet:
-        """These nodes, bought in another market."""
+        """This fleet, bought in another market."""
         return replace(self, capacity=capacity, block=self.block if market.WAYS[capacity].has_block else None)
 
 
@@ -129,7 +128,7 @@ class Keep:
 
     bucket: bool = True
     days: int = 30  # objects of a run expire after this many days
-    # others: the account's own rules delete the objects, and gpufleet does not check these rules
+    # `others`: rules of the account delete the objects, which gpufleet does not check
     lifecycle: Literal["own", "others"] = "own"
 
     @property
@@ -138,7 +137,7 @@ class Keep:
         return (
             f"after {self.days} days"
             if self.lifecycle == "own"
-            else f"by the account's own rules, taken for {self.days} days"
+            else f"by the account's own rules, assumed to be after {self.days} days"
         )
 
 
@@ -148,26 +147,26 @@ class Storage:
 
     dataset: str = ""  # for a ready-made job, which needs one; empty for a command
     base_weights: str | None = None
-    inputs: dict[str, str] | None = None  # for a command, by name: {inputs.NAME} is the path that it sees
+    inputs: dict[str, str] | None = None  # for a command, by name: {inputs.NAME} is the input's path on the node
     root: Disk = Disk(size_gib=100)
     data: Disk | None = None
     keep: Keep = Keep()
 
     def dataset_folder(self, root: Path) -> Path | None:
-        """The dataset's folder, which may not exist yet. None: there is no dataset, or it is in a bucket."""
+        """The dataset's folder, which may not exist yet; None if there is no dataset, or it is in a bucket."""
         return _local(self.dataset, root) if self.dataset else None
 
     def weights_folder(self, root: Path) -> Path | None:
-        """The folder of the base weights. None: there are none, or they are in a bucket."""
+        """The folder of the base weights; None if there are none, or they are in a bucket."""
         return None if self.base_weights is None else _local(self.base_weights, root)
 
     def input_folders(self, root: Path) -> dict[str, Path]:
-        """The inputs that are folders and not s3:// prefixes, by name."""
+        """By name, the inputs that are folders, not s3:// prefixes."""
         places = {name: _local(place, root) for name, place in (self.inputs or {}).items()}
         return {name: folder for name, folder in places.items() if folder is not None}
 
     def taken_by(self, config: JobConfig) -> Storage:
-        """What one stage's job takes of the storage of a run in stages."""
+        """The part of this storage of a run in stages that the job of one stage takes."""
         return replace(
             self,
             dataset=self.dataset if config.dataset_kind else "",
@@ -177,7 +176,7 @@ class Storage:
 
     @property
     def prefixes(self) -> dict[str, str]:
-        """All s3:// prefixes, by the name that they have in the nodes' rights."""
+        """All s3:// prefixes, by their names in the nodes' rights."""
         named = {"Dataset": self.dataset, "BaseWeights": self.base_weights}
         named |= {f"Input{index}": place for index, place in enumerate((self.inputs or {}).values())}
         return {sid: place for sid, place in named.items() if place and place.startswith("s3://")}
@@ -187,11 +186,11 @@ def _local(place: str, root: Path) -> Path | None:
     return None if place.startswith("s3://") else root / place
 
 
-Deadline = datetime | timedelta  # a time in UTC, or a span from the first `up` of the run
+Deadline = datetime | timedelta  # a time in UTC, or a span that begins at the run's first `up`
 
 
 def deadline_text(deadline: Deadline) -> str:
-    """The deadline as a definition file writes it: 2026-12-31T18:00:00Z, or in 10 h."""
+    """The deadline as a definition file writes it: `2026-12-31T18:00:00Z`, or `in 10 h`."""
     return f"in {deadline / timedelta(hours=1):g} h" if isinstance(deadline, timedelta) else stamp(deadline)
 
 
@@ -201,26 +200,26 @@ class Limits:
 
     max_usd: Decimal
     max_hours: Decimal
-    deadline: datetime | timedelta | None = None  # None = creation + max_hours + 24 h
-    # the highest price per node; types and zones above it are not used
+    deadline: datetime | timedelta | None = None  # None stands for 24 h after creation + max_hours
+    # the highest price per node; more expensive types and zones are not used
     usd_per_hour: Decimal | None = added_later(None)
 
     def due(self, begin: datetime) -> datetime | None:
-        """The deadline of a run whose first `up` is at `begin`; None without one."""
+        """The deadline of a run whose first `up` is at `begin`; None if the run has none."""
         return begin + self.deadline if isinstance(self.deadline, timedelta) else self.deadline
 
 
 def days_to_keep(begin: datetime, end: datetime) -> int:
-    """The least storage.keep.days for a fleet that lives from `begin` to `end`. These objects must outlive the fleet:
-    nodes cannot boot without run.json, and the caps count attempts and heartbeats. S3 counts an object's age from its
-    creation. One day is added.
+    """The least storage.keep.days for a fleet that lives from `begin` to `end`, with one day added. The objects must
+    outlive the fleet: nodes cannot boot without run.json, and the caps count attempts and heartbeats. S3 counts an
+    object's age from its creation.
     """
     return math.ceil((end - begin) / timedelta(days=1)) + 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vpc:
-    """An existing network. The owner of the VPC sets its routes."""
+    """An existing network, whose routes its owner sets."""
 
     id: str
     subnets: dict[str, str]  # subnets by zone, one for each of fleet.zones
@@ -240,24 +239,24 @@ class Account:
 class Notify:
     """Who gets messages about a run. Without an e-mail address nobody gets any."""
 
-    email: str | None = None  # subscribed to a topic to which AWS also writes when no node can
-    webhook: str | None = None  # ssm:/name or secretsmanager:name of its URL, which is a secret; only nodes call it
-    silent_hours: Decimal = Decimal(6)  # a message is sent after so long without a training step
+    email: str | None = None  # gets the nodes' messages, and AWS's messages if no node can send one
+    webhook: str | None = None  # where its URL is kept, which is a secret: ssm:/name or secretsmanager:name
+    silent_hours: Decimal = Decimal(6)  # after so long without a training step a message is sent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """Assumptions behind the bill. None means the default, which infra.bill states with its source."""
+    """Assumptions of the bill. None means the default, which infra.bill states with its source."""
 
-    hazard_per_hour: Decimal | None = None  # fixes the interruption hazard instead of drawing it per simulated run
-    efficiency: Decimal | None = None  # share of the roofline (compute + optimizer traffic) a step reaches, in (0, 1]
-    step_ms: tuple[Decimal, ...] | None = None  # milliseconds per optimizer step, one per phase: measured elsewhere
+    hazard_per_hour: Decimal | None = None  # fixes the interruption hazard, which is else drawn for each simulated run
+    efficiency: Decimal | None = None  # share of the roofline (compute + optimizer traffic) that a step reaches
+    step_ms: tuple[Decimal, ...] | None = None  # milliseconds per optimizer step of each phase, measured elsewhere
     setup_minutes: Decimal | None = None  # launch to first step: boot, image pull, staging
     restart_minutes: Decimal | None = None  # minutes from a replacement node's launch to its first step
     capacity_wait_minutes: Decimal | None = None  # mean wait for a replacement, not billed
     notice_missed: Decimal | None = None  # probability that a notice is not handled
     upload_gb_per_s: Decimal | None = None  # node to S3
-    max_price_age_days: int = 90  # a bill from older prices warns about their age; this changes no figure
+    max_price_age_days: int = 90  # if prices are older, the bill warns of their age; this changes no figure
 
 
 Place = Literal["step", "first", "boundary", "save", "stage"]
@@ -265,9 +264,9 @@ Place = Literal["step", "first", "boundary", "save", "stage"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interruptions:
-    """The rehearsal's interruptions, drawn from `seed`: how many come with a notice, how many without, and when. They
-    come at a training step in the first phase or after it, between two phases, while a checkpoint is written, or in a
-    stage after training.
+    """The rehearsal's interruptions: how many come with a notice, and how many without. `seed` determines when they
+    come: at a training step in the first phase or a later one, between two phases, while a checkpoint is written, or in
+    a stage after training.
     """
 
     seed: int = 7
@@ -275,16 +274,16 @@ class Interruptions:
     without_notice: int = 1
     notice_at: Place = "step"
     loss_at: Place = "step"
-    stage_results: int = 1  # number of results of a stage after training, after which a node is interrupted
+    stage_results: int = 1  # after this many results of a stage after training, a node is interrupted
     notice_s: int = 20  # seconds of notice; AWS gives 120 s, and the rehearsal does not wait that long
 
 
-REHEARSED_S = 30.0  # seconds of training, so that two interruptions come during it
+REHEARSED_S = 30.0  # seconds of training; long enough for two interruptions
 REHEARSED_SAVES = 6
 
 
 def rehearsed_steps(step_ms: float) -> int:
-    """The number of steps, or epochs, that a rehearsal trains in this time, to two digits."""
+    """The number of steps or epochs, to two digits, that a rehearsal trains in REHEARSED_S seconds."""
     return max(1, int(float(f"{REHEARSED_S * 1000 / step_ms:.2g}")))
 
 
@@ -294,7 +293,7 @@ class Goal:
 
     usd: Decimal | None = None
     hours: Decimal | None = None  # hours from the first node's launch to the run's end, with waits
-    results: dict[str, Decimal] | None = None  # figures by name: job/contract/goal.py
+    results: dict[str, Decimal] | None = None  # figures by name; see job/contract/goal.py
 
     @property
     def wanted(self) -> dict[str, Decimal]:
@@ -305,7 +304,7 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """The plan's estimate behind a scenario; shown beside the bill's."""
+    """An estimate from elsewhere for a scenario; shown beside the bill."""
 
     hours: Decimal | None = None
     usd: Decimal | None = None
@@ -313,11 +312,11 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """The keys of an entry of `scenarios`, without those that it lays over the file's sections."""
+    """The keys of a scenario that are not sections of the file."""
 
     note: str = ""
     claim: Claim = Claim()
-    # whether the scenario ran or was planned elsewhere: its claim is shown, and it is never priced
+    # whether the scenario ran or was planned elsewhere: then only its claim is shown, and it is never priced
     reference: bool = False
     hold_hours: Decimal | None = None  # each node is kept for this time even if its work is done earlier
     buffer: Decimal = Decimal(0)  # share of the work that is added for failures
@@ -335,7 +334,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackDefinition:
-    """One file of stacks/, validated; or one of its scenarios."""
+    """One validated file of stacks/, or one of its scenarios."""
 
     name: str  # the file's name without its ending, such as tinystories-growth
     source: Path
@@ -349,8 +348,7 @@ class StackDefinition:
     account: Account = Account()
     notify: Notify = Notify()
     estimate: Estimate = Estimate()
-    # from `rehearsal`: a command's interpreter, relative to the project; empty: the interpreter of the code's own
-    # environment
+    # from `rehearsal`: a command's interpreter, relative to the project; empty for that of the code's environment
     python: str = ""
     interruptions: Interruptions = Interruptions()  # the rest of `rehearsal` is laid over the other sections
     scenario: str = ""  # the scenario's name; empty for the file as it is
@@ -361,14 +359,14 @@ class StackDefinition:
     before: tuple[str, ...] = ()  # of a stage: the names of the stages before it
     next_stage: str = ""  # of a stage: the name of the stage after it
     taken: tuple[str, ...] = ()  # of a stage: the folders (RUN/STAGE) of another run's stages that this run takes over
-    own_data: bool = False  # whether a scenario states counts of its own for the data (job.parameters.data)
-    tree: Mapping | None = field(default=None, compare=False, repr=False)  # as written; None: not read from a file
+    own_data: bool = False  # whether a scenario itself states the counts of its data (job.parameters.data)
+    tree: Mapping | None = field(default=None, compare=False, repr=False)  # the file; None if not read from a file
     # STACK as the user gave it; empty if no command read the definition
     asked: str = field(default="", compare=False, repr=False)
 
     @property
     def argument(self) -> str:
-        """STACK for further commands: a name leads only to a file of stacks/, or through a stack's own settings."""
+        """STACK for further commands: as the user gave it, else a name for a file of stacks/, else the file's path."""
         return shlex.quote(self.asked or (self.name if self.source.parent.name == "stacks" else str(self.source)))
 
     @property
@@ -377,12 +375,12 @@ class StackDefinition:
         return self.stages or (self,)
 
     def changed(self, change: Callable[[StackDefinition], StackDefinition]) -> StackDefinition:
-        """The definition with `change` made to it, and to each of its stages."""
+        """The definition with `change` applied to it and to each of its stages."""
         return replace(change(self), stages=tuple(map(change, self.stages)))
 
     @property
     def left(self) -> dict[str, str]:
-        """The folder of each earlier stage, by the stage's name. A stage may take the outputs of earlier stages."""
+        """By name, the folder of each earlier stage, whose outputs this stage may take."""
         run = self.run.id.partition("/")[0]
         return {
             folder.partition("/")[2]: folder for folder in (*self.taken, *(f"{run}/{name}" for name in self.before))
@@ -400,7 +398,7 @@ class StackDefinition:
 
     @property
     def is_earlier_run(self) -> bool:
-        """Whether --run named a run other than the file's. `pulumi destroy` is about the file's run only."""
+        """Whether --run named another run than the file. `pulumi destroy` concerns only the run in the file."""
         own = find_node(self.tree, "run.id") if self.tree else None
         return isinstance(own, Scalar) and own.text != self.run.id
 
@@ -422,7 +420,7 @@ class StackDefinition:
         return replace(self, fleet=replace(self.fleet, nodes=count, cards=cards))
 
     def begins_at(self, now: datetime) -> datetime:
-        """When the run can begin: now, or at its block's begin."""
+        """When the run can begin: now, or when its block begins."""
         return self.fleet.market.begins_at(now)
 
     def due(self, now: datetime) -> datetime | None:
@@ -435,18 +433,16 @@ class StackDefinition:
         return self.fleet.market.due_by(self.due(now))
 
     def expiry(self, now: datetime) -> datetime:
-        """When AWS ends a fleet that begins now, whatever the job does."""
+        """When AWS ends a fleet that begins now, even if the job is not done."""
         return self.due(now) or now + timedelta(hours=self.fleet.market.lives_hours(self.limits.max_hours))
 
     def hours_left(self, now: datetime) -> float | None:
-        """Hours from the run's begin to its deadline; negative after the deadline, None without one."""
+        """Hours from the run's begin to its deadline; negative if it has passed, None if there is none."""
         due = self.due(now)
         return None if due is None else (due - self.begins_at(now)).total_seconds() / 3600
 
     def problem(self, path: str, value: str, allowed: str, hint: str = "") -> Problem:
-        """A problem at `path`, with the line in the file; if a scenario wrote the value, the path is that in the
-        scenario.
-        """
+        """A problem at `path`, with the line in the file. If a scenario wrote the value, the path leads into it."""
         node = find_node(self.tree, path) if self.tree else None
         if node is None:
             return Problem(path=path, value=value, allowed=allowed, hint=hint)

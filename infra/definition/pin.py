@@ -1,4 +1,4 @@
-"""Writes the results of `gpufleet doctor --pin` into a definition file; comments and every other byte stay."""
+"""Writes the results of `gpufleet doctor --pin` into a definition file, and changes nothing else in it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ _EXAMPLES = {
     "job.image": "registry/repository:tag",
     "job.supervisor_image": SUPERVISOR_IMAGE,
 }
-# by key: the neighbour above which the key is written if it is missing
+# for each key that a file may lack: the key above which it is then written
 _ABOVE = {"fleet.ami": "fleet.region", "fleet.baked_ami": "fleet.region", "job.supervisor_image": "job.image"}
 
 
 def pin(path: Path, *, ami: str, image: str, supervisor_image: str | None = None) -> None:
-    """Writes the AMI and the images with their digests into the file, as write_values does. A file that needs
-    `supervisor_image` and lacks it gets it.
-    """
+    """Writes the AMI and the images with their digests into the file, as write_values does."""
     wanted = {"fleet.ami": ami, "job.image": image}
     if supervisor_image is not None:
         wanted["job.supervisor_image"] = supervisor_image
@@ -30,9 +28,9 @@ def pin(path: Path, *, ami: str, image: str, supervisor_image: str | None = None
 
 
 def write_values(path: Path, wanted: dict[str, str]) -> None:
-    """Writes the values into the file, by key; every other byte stays. Atomic. A file without a key of _ABOVE gets it
-    above its neighbour. Raises DefinitionError when the file is not plain enough for that (a folded value, a section in
-    braces without the key).
+    """Writes values by key into the file, atomically; every other byte stays. If the file lacks a key of _ABOVE, it
+    gets it. Raises DefinitionError if the file is not plain enough for this (a folded value, or a section in braces
+    without the key).
     """
     target = path.resolve()
     text, tree = open_file(target)
@@ -70,7 +68,7 @@ def write_values(path: Path, wanted: dict[str, str]) -> None:
 
 
 def _line_above(neighbour: str, text: str, tree: Mapping, where: str, value: str) -> tuple[int, int, str] | None:
-    """The line to add to a file without the key; None when `neighbour` is not on a line of its own in block style."""
+    """The line to add to a file that lacks the key; None if `neighbour` is not on a line of its own in block style."""
     beside, key, beside_key = find_node(tree, neighbour), where.rpartition(".")[2], neighbour.rpartition(".")[2]
     lines = text.splitlines(keepends=True)
     if not neighbour or beside is None or beside.line > len(lines):

@@ -29,14 +29,14 @@ from gpufleet.job.contract.gathering import MOST_NODES
 from gpufleet.job.kind import EXPERIMENTS
 from gpufleet.job.kind.convert import Rule
 
-# Docker's rule that tells a registry from a folder of Docker Hub's: a dot or a port in its name.
+# Docker's rule for what is a registry, not a folder of Docker Hub: its name has a dot or a port.
 _REGISTRY = r"(?=[^/]*[.:])[a-z0-9.-]+(:443)?"
 _TAG = r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})"
 _IMAGE_NAME = rf"(?=.{{1,255}}$){_REGISTRY}(/[a-z0-9._-]+)+{_TAG}(@sha256:[0-9a-f]{{64}})?"
 
 
 def _image_hint(written: str) -> str:
-    """What is missing in an image's name, and how to write it in full."""
+    """What an image's name lacks, and how to write it in full."""
     first, _, rest = written.partition("/")
     no_registry = not rest or not re.search("[.:]", first)
     no_tag = ":" not in written.rpartition("/")[2]
@@ -53,8 +53,7 @@ _IMAGE = Rule(
     allowed="registry/repository:tag, with its @sha256: digest once pinned",
     hint=_image_hint,
 )
-# Limits of gp3. Source: botocore 1.44.5 service model, EC2 CreateVolume and EbsBlockDevice; since 2025-09 they are
-# above those of 2020.
+# The limits of gp3 come from botocore 1.44.5's model of EC2 (CreateVolume, EbsBlockDevice); AWS raised them in 2025-09.
 RULES: dict[tuple[type[Any], str], Rule] = {
     (Run, "id"): Rule(
         pattern=r"(?!inputs$)[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?",
@@ -95,7 +94,7 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Goal, "results"): Rule(most=10),  # our own bound
     (Account, "tags"): Rule(
         pattern=r"[A-Za-z0-9 _.:/=+@-]{0,256}",
-        most=7,  # S3 allows 10 for an object, the stack uses three
+        most=7,  # S3 allows 10 for an object, and the stack uses three
         allowed="a section of tags, each value up to 256 of A-Z a-z 0-9 space _ . : / = + - @",
     ),
     (Account, "permissions_boundary"): Rule(
@@ -141,7 +140,7 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Interruptions, "notice_s"): Rule(minimum=1, maximum=120, unit="seconds"),
 }
 
-# The words for a missing required key whose type alone (text, a list) would not explain it.
+# What is allowed for a required key, if its type alone (text, a list) would not explain that.
 REQUIRED: dict[tuple[type[Any], str], str] = {
     (Job, "experiment"): f"one of {', '.join(sorted(EXPERIMENTS))}; or job.command in its place, for your own script",
     (Fleet, "region"): "a region with prices in the catalog, such as us-east-2",

@@ -1,4 +1,4 @@
-"""The `scenarios` section of a definition file: variants laid over it, to be compared and, one node at a time, run."""
+"""The `scenarios` section of a definition file: variants laid over the file, to compare them or to run one of them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from gpufleet.infra.errors import DefinitionError, GpufleetError, in_order, of_f
 
 
 def scenarios(path: Path, *, now: datetime) -> tuple[StackDefinition, ...]:
-    """Every entry in order, each laid over the file. Entries need not be launchable: their types need only be known.
-
-    Raises DefinitionError with every problem of the file.
+    """Every entry in order, laid over the file. It need not be launchable: its types need only be known. Raises
+    DefinitionError with every problem of the file.
     """
     load(path, now=now, past_deadline=True)
     text, tree = open_file(path)
@@ -28,9 +27,8 @@ def scenarios(path: Path, *, now: datetime) -> tuple[StackDefinition, ...]:
 def scenario(
     path: Path, name: str, *, now: datetime, past_deadline: bool = False, to_run: bool = True
 ) -> StackDefinition:
-    """One scenario to run, checked like the file itself. Without `to_run` it may also be one that can only be priced.
-
-    Raises GpufleetError when it is not there or cannot be run, DefinitionError for what is wrong in it.
+    """One scenario, checked like the file itself. If not `to_run`, it may be one that can only be priced. Raises
+    GpufleetError if it does not exist or cannot be run, and DefinitionError if something is wrong in it.
     """
     by_name = {candidate.scenario: candidate for candidate in scenarios(path, now=now)}
     if name not in by_name:
@@ -62,7 +60,9 @@ def unknown(path: Path, name: str, known: Iterable[str]) -> GpufleetError:
 
 
 def chosen(path: Path, variants: tuple[StackDefinition, ...], name: str | None) -> tuple[StackDefinition, ...]:
-    """The scenario `name`, if it can be priced on other types; without a name, all scenarios. Raises GpufleetError."""
+    """The scenario `name`, or all scenarios if `name` is None. Raises GpufleetError if the scenario does not exist or
+    cannot be priced on other types.
+    """
     if name is None:
         return variants
     matching = tuple(variant for variant in variants if variant.scenario == name)
@@ -71,7 +71,7 @@ def chosen(path: Path, variants: tuple[StackDefinition, ...], name: str | None) 
     (variant,) = (work.variant for work in matching)
     if variant.reference:
         raise GpufleetError(
-            f"scenario {name} {variant.only_priced}: its work is priced on no other type; without --scenario the table "
-            "has its row"
+            f"scenario {name} {variant.only_priced}, so it is priced on no other type; leave out --scenario to see its "
+            "row in the table"
         )
     return matching

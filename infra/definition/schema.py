@@ -1,6 +1,6 @@
 """Turns a tree of text into the dataclasses of infra.definition, and collects every problem on the way.
 
-The allowed values of a key are in rules.py; those of an experiment's parameters are in job.kind's field metadata.
+The allowed values of keys are in rules.py; those of a job's parameters are in the field metadata of its config.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ SECTIONS: dict[str, type[Any]] = {
     "notify": Notify,
     "estimate": Estimate,
 }
-# One folder of keys per section: where a key written in the wrong place belongs.
+# The section to which a key belongs, for a key written in the wrong section.
 _HOME = {f.name: section for section, cls in SECTIONS.items() for f in dataclasses.fields(cls)}
-# Names of the same keys in other tools.
+# Names that the same keys have in other tools.
 _ALSO = {
     "gpu": "cuda",
     "nvidia": "cuda",
@@ -75,9 +75,9 @@ _ALSO = {
     "disk_size": "size_gib",
 }
 _CAPACITY = "Write capacity: spot, or capacity: on-demand."
-# The text to write for a key of another tool, if a name alone does not explain it.
+# What to write for a key of another tool, if naming our key is not enough.
 _INSTEAD = dict.fromkeys(("spot", "use_spot", "on_demand"), _CAPACITY)
-_ELSEWHERE = dict.fromkeys(  # what to write for a key that has no meaning in its section
+_ELSEWHERE = dict.fromkeys(  # what to write for a key that means nothing in its section
     ("max_price", "spot_price", "max_spot_price", "max_price_per_hour"),
     "A ceiling for the price of an hour is limits.usd_per_hour.",
 )
@@ -88,10 +88,10 @@ _SCALARS = (str, bool, datetime, int, float, Decimal)
 
 @dataclass(slots=True)
 class Findings:
-    """The problems of one tree. Each path is reported once; consequences of its problem are not reported."""
+    """The problems of one tree. Each path is reported once, and consequences of a problem are not reported."""
 
     tree: Mapping
-    # problems by path; None: another problem covers the path
+    # problems by path; None if another problem covers the path
     found: dict[str, Problem | None] = field(default_factory=dict)
 
     @property
@@ -114,9 +114,9 @@ class Findings:
         default: str = "",
         unknown_key: bool = False,
     ) -> None:
-        """Adds a problem at `path`, with the file's own text. If the file does not have the path, the problem is at the
-        section above, with the `default` that applies. Pass `node` if the path may not lead to it, because an unknown
-        key may contain dots and brackets.
+        """Adds a problem at `path`, with the text in the file. If the file lacks the path, the problem is at the
+        section above, with the `default` that applies. Pass `node` if `path` may not lead to it: an unknown key may
+        contain dots and brackets.
         """
         separators = islice(re.finditer(r"[.\[]", path), 2 * MAX_DEPTH)  # a key may hold any number of characters
         if path in self.found or any(path[: match.start()] in self.found for match in separators):
@@ -142,13 +142,13 @@ class Findings:
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """A hint such as `Nearest: zones.`; empty when no name is similar."""
+    """A hint such as `Nearest: zones.`; empty if no name is similar."""
     meant = _meant(word, names)
     return f"Nearest: {meant}." if meant else ""
 
 
 def _meant(word: str, names: Iterable[str]) -> str:
-    """The name with the spelling nearest to `word`; empty when none is similar."""
+    """The name whose spelling is nearest to `word`; empty if none is similar."""
     import difflib  # imported here: only errors need the nearest name
 
     known, low = sorted(names), word.lower()
@@ -161,8 +161,8 @@ def _meant(word: str, names: Iterable[str]) -> str:
 
 
 def build(cls: type[Any], node: Node | None, path: str, findings: Findings, default: Any = None) -> Any:
-    """The dataclass at `path`. A wrong or missing value is reported and replaced by a placeholder. A missing key has
-    its value in `default`, if the surrounding section gives one, else the default of `cls`.
+    """The dataclass at `path`. A wrong or missing value is reported and replaced by a placeholder. A key that the file
+    lacks gets its value from `default`, if the surrounding section gives one, or else from `cls`.
     """
     if cls is Job:
         return _job(node, findings)
@@ -178,7 +178,7 @@ def build(cls: type[Any], node: Node | None, path: str, findings: Findings, defa
 
 
 def _job(node: Node | None, findings: Findings) -> Job:
-    """The section `job`: a ready-made job with its parameters, or a command, whose keys stand beside the image's."""
+    """The section `job`: a ready-made job with its parameters, or a command with its keys."""
     hint_text = _as_section(Job, hints_of(Job), node.text) if isinstance(node, Scalar) else ""
     allowed = f"a section with the keys {', '.join(READY_MADE)}; or command in place of experiment"
     entries = entries_of(node, "job", allowed, findings, hint_text)
@@ -200,7 +200,7 @@ def _job(node: Node | None, findings: Findings) -> Job:
 
 @cache
 def _command_keys() -> list[str]:
-    """The keys of a command. Most bills need none of them, nor the module of that kind."""
+    """The keys of a command. Their module is imported only here, because most bills do not need it."""
     return [f.name for f in dataclasses.fields(KINDS[COMMAND])]
 
 
@@ -212,9 +212,8 @@ def job_keys(node: Node | None, *, laid_over: bool = False) -> list[str]:
 
 
 def _is_command(node: Node | None) -> bool:
-    """Whether `job` is a command of the user's own: it has the key `command`, or it has neither `command` nor
-    `experiment` but other keys that only a command has. So a mistyped `command` is one problem, not one for each key
-    beside it.
+    """Whether `job` is a user's command: it has the key `command`; or it has neither `command` nor `experiment`, but
+    other keys of a command. Thus a mistyped `command` is one problem, not one for each key beside it.
     """
     if not isinstance(node, Mapping) or "experiment" in node.entries:
         return isinstance(node, Mapping) and "command" in node.entries
@@ -222,7 +221,7 @@ def _is_command(node: Node | None) -> bool:
 
 
 def _meant_one(keys: Iterable[str]) -> str:
-    """The one of `command` and `experiment` that is misspelled among `keys`; empty if neither is."""
+    """`command` or `experiment`, whichever is misspelled among `keys`; empty if neither is."""
     return next((meant for key in keys if (meant := _meant(key, ("command", "experiment")))), "")
 
 
@@ -251,7 +250,7 @@ def _values(
 
 
 def entries_of(node: Node | None, path: str, allowed: str, findings: Findings, hint: str = "") -> dict[str, Node]:
-    """The entries of a section; empty for one without keys, and for a value that is no section, which is reported."""
+    """The entries of a section. Empty if it has no keys, or if the value is not a section; the latter is reported."""
     if isinstance(node, Mapping):
         return node.entries
     if node is not None and not (isinstance(node, Scalar) and node.is_null):
@@ -260,7 +259,7 @@ def entries_of(node: Node | None, path: str, allowed: str, findings: Findings, h
 
 
 def _as_keys(cls: type[Any], node: Node | None) -> Node | None:
-    """The section that the node's word stands for, if `cls` has such a word; else the node itself."""
+    """The section for which a single word stands, if `cls` has such a word; otherwise the node itself."""
     if not isinstance(node, Scalar) or node.text not in (words := getattr(cls, "WORDS", {})):
         return node
     entries: dict[str, Node] = {key: replace(node, text=text) for key, text in words[node.text].items()}
@@ -268,8 +267,8 @@ def _as_keys(cls: type[Any], node: Node | None) -> Node | None:
 
 
 def _as_section(cls: type[Any], hints: dict[str, Any], text: str) -> str:
-    """How to write a value where a section is expected: under the key whose unit the value has, as in `50 steps`, or
-    under each key that accepts it, a required key first.
+    """A hint how to write a value as a section: under the key whose unit the value has, as in `50 steps`, or under each
+    key that accepts it, required keys first.
     """
     plain = re.sub(r"(?<=[0-9]) ?Gi?B?$", "", text, flags=re.IGNORECASE)
     specs = dataclasses.fields(cls)
@@ -289,7 +288,7 @@ def _as_section(cls: type[Any], hints: dict[str, Any], text: str) -> str:
 
 
 def _nested_keys(names: list[str], hints: dict[str, Any]) -> dict[str, list[str]]:
-    """The keys of the sections `names`, each by its path from the section above: `lr` is `optim.lr`."""
+    """By section, the keys of the sections `names`, with their paths: `optim.lr` for the key `lr` of `optim`."""
     paths_by_key: dict[str, list[str]] = {}
     for name in names:
         inner, _ = unwrap(hints[name])
@@ -305,8 +304,8 @@ def check_keys(
     findings: Findings,
     below: dict[str, list[str]] | None = None,
 ) -> None:
-    """Reports every key that is not one of `names`, with the nearest name, or with the section to which the key
-    belongs, which may be one of the sections `below`. The key that was meant is then not reported as missing.
+    """Reports every key that is not one of `names`, with the nearest name, or with the section to which the key belongs
+    (it may be one of the sections `below`). The key that was meant is then not reported as missing.
     """
     prefix = f"{path}." if path else ""
     for key, node in entries.items():
@@ -318,12 +317,12 @@ def check_keys(
             hint, meant = _INSTEAD.get(key.lower(), renamed), f"{prefix}{other}"
         elif inside := (below or {}).get(other or key):
             hint, meant = f"It is called {' or '.join(inside)}.", f"{prefix}{inside[0]}"
-        elif key in _HOME:  # the same key exists elsewhere, which is a better hint than a similar name
+        elif key in _HOME:  # a section that has this very key is a better hint than a similar name
             hint, meant = f"It belongs under {_HOME[key]}.", f"{_HOME[key]}.{key}"
         elif near := _meant(key, names):
             hint, meant = f"Nearest: {near}.", f"{prefix}{near}"
         elif key in _command_keys() and path != "job":
-            hint = "It belongs under job, where that is a command of your own."
+            hint = "It belongs under job, but only if the job is a command of your own."
         else:
             hint = _ELSEWHERE.get(key.lower(), "")
         findings.add(f"{prefix}{key}", ", ".join(names), hint, value=key or "''", node=node, unknown_key=True)
@@ -343,16 +342,14 @@ def _parameters(entries: dict[str, Node], where: str, findings: Findings) -> Job
 
 
 def rule_of_key(cls: type[Any], spec: dataclasses.Field[Any]) -> Rule:
-    """The allowed values of this field's key, beyond its type."""
+    """The rule for values of this field, in addition to its type."""
     return RULES.get((cls, spec.name)) or rule_of(spec)
 
 
 def _convert(
     hint: Any, node: Node, path: str, rule: Rule, findings: Findings, default: Any = None, allowed: str = ""
 ) -> Any:
-    """The typed value, or _BAD after a problem was reported. `default` gives the values of keys that a section
-    lacks.
-    """
+    """The typed value, or _BAD if a problem was reported. `default`: values for the keys that a section lacks."""
     inner, optional = unwrap(hint)
     null = isinstance(node, Scalar) and node.is_null
     if null and optional:
@@ -393,7 +390,7 @@ def _convert(
     if not isinstance(node, Scalar):
         findings.add(path, allowed, value="a list" if isinstance(node, Items) else "a section")
         return _BAD
-    if inner is str and default == "" and (null or not node.text.strip()):  # in this way a rehearsal can omit the key
+    if inner is str and default == "" and (null or not node.text.strip()):  # so a rehearsal can take the key away
         return ""
     if null:
         findings.add(path, allowed, value="" if not node.text else node.text)
@@ -405,7 +402,7 @@ def _convert(
 
 
 def _as_list(path: str, text: str, findings: Findings) -> str:
-    """How to write one value where a list is expected: if each phase has a value of its own, once per phase."""
+    """A hint how to write one value as a list: once, or once per phase if each phase has its own value."""
     if path not in ("job.parameters.optim.lr", "estimate.step_ms"):
         return f"Write [{text}]."
     experiment = find_node(findings.tree, "job.experiment")
@@ -457,7 +454,7 @@ def _numeric(hint: Any, text: str, rule: Rule) -> tuple[Any, str]:
 
 
 def _time(text: str) -> tuple[Any, str]:
-    """A time in UTC, or the span of `in 10 h`."""
+    """A time in UTC or a span such as `in 10 h`, or _BAD with a hint."""
     if span := re.fullmatch(r"(in |\+)?([0-9]{1,5}(?:\.[0-9]{1,4})?) ?(h|hours?|hrs?|m|min|minutes?|d|days?)", text):
         hours = float(span[2]) * {"h": 1.0, "m": 1 / 60, "d": 24.0}[span[3][0]]
         written = f"in {hours:.6g} h"
@@ -478,7 +475,7 @@ def _time(text: str) -> tuple[Any, str]:
 
 
 def _placeholder(hint: Any) -> Any:
-    """Stands for a missing required value, which is reported already, so that the rest of the file is still checked."""
+    """A value in place of a required one that is missing (already reported), so that the rest can still be checked."""
     made: dict[Any, Any] = {tuple: (), dict: {}, str: "", Decimal: Decimal(1), int: 1}
     made[datetime] = datetime(2000, 1, 1, tzinfo=UTC)
     return made[typing.get_origin(hint) or hint]

@@ -1,7 +1,8 @@
 """Finds the definition that a stack runs, by its Pulumi configuration, for the program and for the commands.
 
-`definition` names the file of a stack that has another name, `scenario` one of the file's scenarios. The engine keeps
-both settings in Pulumi.STACK.yaml, under the project's name, so the commands need no engine to read them.
+The setting `definition` names the stack's file, if it has another name than the stack; `scenario` names one of the
+file's scenarios. The engine keeps both in Pulumi.STACK.yaml, under the project's name, so that the commands need no
+engine to read them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gpufleet.infra.definition.scenarios import scenario as one_scenario
 from gpufleet.infra.errors import GpufleetError
 
 DEFINITION, SCENARIO = "definition", "scenario"
-BAKE = "bake"  # of the stack of a bake: JSON of what is kept in the builder's place
+BAKE = "bake"  # the setting of a bake's stack: JSON of what the stack keeps once the builder is gone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +43,8 @@ class Selected:
 
 
 def selected(stack: str, root: Path) -> Selected:
-    """The selection that the program would run as `stack`, which is a stack's name or the path of its file. A path
-    names that file; the configuration of the stack of the same name applies if that stack runs the same file. Raises
-    GpufleetError.
+    """What the program would run as `stack`: the name of a stack, or the path of a file. For a path, the configuration
+    of the stack with the file's name applies only if that stack runs this file. Raises GpufleetError.
     """
     name = Path(stack).stem if is_path(stack) else stack
     config = _config(root / f"Pulumi.{name}.yaml", root / "Pulumi.yaml")
@@ -59,8 +59,8 @@ def selected(stack: str, root: Path) -> Selected:
 
 
 def refuse_unread(keys: Iterable[str], project: str) -> None:
-    """Raises GpufleetError for a setting that nothing reads. Otherwise a misspelled scenario would run the file itself,
-    and with a profile of its own the program would use another account than the commands.
+    """Raises GpufleetError for a setting that nothing reads: else a misspelled `scenario` would run the file itself,
+    and with its own profile the program would use another account than the commands.
     """
     for key in keys:
         namespace, _, name = key.partition(":")
@@ -78,7 +78,7 @@ def refuse_unread(keys: Iterable[str], project: str) -> None:
 
 
 def _config(path: Path, of_project: Path) -> dict[str, str]:
-    """Definition and scenario from the engine's file, under the project's name `of_project`."""
+    """The settings in the engine's file under the project's name `of_project`."""
     config = _tree(path).get("config")
     if not isinstance(config, dict):
         return {}
@@ -87,17 +87,17 @@ def _config(path: Path, of_project: Path) -> dict[str, str]:
     settings = {key: config[f"{project}:{key}"] for key in (DEFINITION, SCENARIO) if f"{project}:{key}" in config}
     for key, value in settings.items():
         if not isinstance(value, str):
-            raise GpufleetError(f"{path}: {key} is no plain text; `pulumi config set {key} NAME` writes one")
+            raise GpufleetError(f"{path}: {key} is not plain text; `pulumi config set {key} NAME` writes it as text")
     return settings
 
 
 def _project(path: Path) -> str:
-    """The project's name, for which `pulumi new` asks."""
+    """The project's name, which the user chose in `pulumi new`."""
     return str(_tree(path).get("name") or "gpufleet")
 
 
 def _tree(path: Path) -> dict[str, Any]:
-    """A file of the engine as a tree of text; empty without one."""
+    """A file of the engine as a tree of text; empty if there is none."""
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except FileNotFoundError:

@@ -1,8 +1,7 @@
-"""The `stages` of a definition: steps of one run, each a job of its own on the hardware that it needs.
+"""The `stages` of a definition: steps of one run, each of which is a job on the hardware that it needs.
 
 A stage is a run in the folder of the whole run. Its id is RUN/STAGE, so that everything that applies to a run
-(attempts, checkpoints, limits, receipt) applies to a stage. Its entry is laid over the file like the entry of a
-scenario.
+(attempts, checkpoints, limits, receipt) applies to a stage. Its entry is laid over the file as a scenario is.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from gpufleet.infra.errors import Problem, of_form
 from gpufleet.job.kind import JobConfig
 
 STAGES, REHEARSAL, INTERRUPTIONS = "stages", "rehearsal", "interruptions"
-LAID = ("job", "fleet", "estimate")  # sections of an entry
+LAID = ("job", "fleet", "estimate")  # sections that an entry lays over the file
 KEYS = ("name", *LAID, REHEARSAL)
 NAME = re.compile(r"[a-z][a-z0-9_]{0,19}")  # becomes a folder's name, a tag, and {inputs.NAME}
 MOST = 8  # our own bound, because each stage has a fleet
@@ -29,8 +28,8 @@ RERUN = "rerun"
 
 
 class Earlier(NamedTuple):
-    """The stages before a stage: the names of those in its own run, and the folders (RUN/STAGE) of those that another
-    run has done.
+    """The stages before a stage: the names of those in the same run, and the folders (RUN/STAGE) of those that another
+    run did.
     """
 
     before: tuple[str, ...] = ()
@@ -41,8 +40,8 @@ Build = Callable[[Mapping, Earlier], tuple[StackDefinition, list[Problem]]]
 
 
 def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]:
-    """The definition of a file with `stages`, and its problems. `build` reads the tree of one stage, with the stages
-    before it. With `rerun`, the stages before its `from` belong to another run.
+    """The definition of a file with `stages`, and its problems. `build` reads the tree of one stage and gets the stages
+    before it. If the file has `rerun`, the stages before its `from` belong to another run.
     """
     findings, built, problems = Findings(tree=tree), list[StackDefinition](), list[Problem]()
     rest = {key: node for key, node in tree.entries.items() if key not in (STAGES, "scenarios", RERUN)}
@@ -78,7 +77,7 @@ def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]
 
 
 def _rerun(tree: Mapping, stages: Sequence[dict[str, Node]], findings: Findings) -> tuple[str, int]:
-    """The run whose stages this run takes over, and how many of its stages; ("", 0) without `rerun`."""
+    """The run whose stages this run takes over, and their number; ("", 0) if the file has no `rerun`."""
     if RERUN not in tree.entries:
         return "", 0
     entries = entries_of(tree.entries[RERUN], RERUN, "a section with run and from", findings)
@@ -94,7 +93,7 @@ def _rerun(tree: Mapping, stages: Sequence[dict[str, Node]], findings: Findings)
 
 
 def rehearsed(tree: Mapping) -> Mapping:
-    """The tree whose stages have their `rehearsal` laid over."""
+    """The tree, in which each stage has its `rehearsal` laid over it."""
     stages = tree.entries.get(STAGES)
     if not isinstance(stages, Items) or not any(REHEARSAL in stage.entries for stage in _sections(stages)):
         return tree
@@ -121,7 +120,7 @@ def _reduced_to(section: Mapping, key: str) -> Mapping:
 
 
 def _entries(tree: Mapping, findings: Findings) -> list[tuple[str, dict[str, Node]]]:
-    """Path and entries of each stage."""
+    """The path of each stage in the file, and its entries."""
     listed, allowed = tree.entries[STAGES], f"a list of 2 to {MOST} stages, each with {', '.join(KEYS)}"
     items = listed.items if isinstance(listed, Items) else []
     if not 2 <= len(items) <= MOST:
@@ -144,16 +143,16 @@ def _name(node: Node | None, path: str, names: list[str], findings: Findings) ->
 
 
 def _takes(one: StackDefinition, earlier: dict[str, JobConfig], path: str, findings: Findings) -> None:
-    """Reports a stage whose output has not the files that this one takes of it."""
+    """Reports each earlier stage that does not leave the files that this stage takes from it."""
     config = one.job.parameters
     for key, name in config.demands.inputs:
         if name in earlier and not set(config.demands.takes) <= set(earlier[name].demands.leaves):
-            wanted = f"a stage that leaves {' and '.join(config.demands.takes)}, and {name} does not"
+            wanted = f"a stage that leaves {' and '.join(config.demands.takes)}; {name} does not"
             findings.add(f"{path}.{config.path}.{key}", wanted, value=name)
 
 
 def _fleet(one: StackDefinition, path: str, findings: Findings) -> None:
-    """Reports settings that are not possible yet for the fleets of a run in stages."""
+    """Reports settings that fleets of stages cannot have yet."""
     market = one.fleet.market
     if one.fleet.is_gang:
         findings.add(f"{path}.fleet.nodes", "1: a stage has one node at a time", value=str(one.fleet.nodes))

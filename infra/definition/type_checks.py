@@ -1,4 +1,4 @@
-"""Which instance types a definition file may list, and what to write instead: a part of checks.py."""
+"""Checks which instance types a definition file may list, and says what to write instead. A part of checks.py."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 def instance_types(
     fleet: Fleet, config: JobConfig | None, findings: Findings, catalog: Catalog, *, launchable: bool
 ) -> None:
-    """Adds a problem for each listed type that is unknown, repeated or unfit for this run. If the run config cannot be
-    read, memory is not checked.
+    """Adds a problem for each listed type that is unknown, repeated or unfit for this run. If `config` is None, because
+    it cannot be read, memory is not checked.
     """
     names, gpus = fleet.instance_types, 1 if config is None else config.gpus_needed()
     current = _launchable(fleet.region, catalog, gpus)
     for index, name in enumerate(names):
         path, kind = f"fleet.instance_types[{index}]", catalog.instances.get(name)
         if name in names[:index]:
-            findings.add(path, "each instance type once: it is a set")
+            findings.add(path, "each instance type once")
         elif kind is None:
             known = sorted(k.type for k in current)
             family = [k for k in known if k.split(".")[0] == name.split(".")[0]] or sorted(
@@ -51,7 +51,7 @@ def instance_types(
         elif kind.regions is not None and fleet.region in catalog.regions() and fleet.region not in kind.regions:
             findings.add(path, f"a type offered in {fleet.region}", f"{name} is offered in {', '.join(kind.regions)}.")
         elif config is not None and gpus and not kind.gpu_count:
-            asks = f"a type with a GPU, or {config.path}.device: cpu, by which the job asks for none"
+            asks = f"a type with a GPU, or {config.path}.device: cpu for a job that needs none"
             findings.add(path, asks, f"{name} has no GPU.")
         elif reason := _misfit(kind, config):
             instead = _suggested_type(kind, config, current)
@@ -60,8 +60,8 @@ def instance_types(
 
 
 def _with_gpus(written: str, config: JobConfig | None, current: Sequence[Instance]) -> str:
-    """The types with the GPUs in a name such as L40S, L40S:4 or 4xL40S, the smallest first; empty for another name.
-    Types on which the run does not fit are included only if no other type exists.
+    """A hint with the types that have the GPUs in a name such as L40S, L40S:4 or 4xL40S, the smallest first; empty for
+    another name. Types on which the run does not fit are named only if no other type exists.
     """
     parts = re.fullmatch(r"(?:([0-9]{1,3}) ?x ?)?(.+?)(?:[:x]([0-9]{1,3}))?", written.strip(), re.IGNORECASE)
     name, count = (_letters(parts[2]), int(parts[1] or parts[3] or 1)) if parts else ("", 1)
@@ -77,7 +77,7 @@ def _with_gpus(written: str, config: JobConfig | None, current: Sequence[Instanc
 
 
 def _gpu_names(kind: Instance) -> set[str]:
-    """The GPU's names: Finds a GPU by its short names too: L40S also as L40S 48GB, A100 80GB also as A100."""
+    """The GPU's names with and without its memory: L40S and L40S 48GB, A100 80GB and A100."""
     first = kind.gpu.name.split()[0]
     return {_letters(name) for name in (first, kind.gpu.name, f"{first}{kind.gpu.memory_gb:g}GB")}
 
@@ -87,7 +87,7 @@ def _letters(name: str) -> str:
 
 
 def declared_steps(config: JobConfig, findings: Findings, catalog: Catalog) -> None:
-    """Adds a problem for a step time stated for a GPU that the catalog does not know."""
+    """Adds a problem for each step time of a GPU that the catalog does not know."""
     known = sorted({kind.gpu.name for kind in catalog.instances.values()})
     for time in config.told_speed.times if config.told_speed else ():
         if time.gpu not in known:
@@ -97,14 +97,14 @@ def declared_steps(config: JobConfig, findings: Findings, catalog: Catalog) -> N
             close = [spelled[letters] for letters in difflib.get_close_matches(_letters(time.gpu), spelled, n=1)]
             meant = [gpu for gpu in known if _letters(gpu.split()[0]) == _letters(time.gpu)] or close
             hint = f"Nearest: {' or '.join(meant)}." if meant else ""
-            allowed = f"a GPU, or so many of one as in `8 x H100`: {', '.join(known)}"
+            allowed = f"a GPU, or a number of them as in `8 x H100`: {', '.join(known)}"
             written = find_node(findings.tree, time.section)
             node = written.entries.get(time.key) if isinstance(written, Mapping) else None
             findings.add(f"{time.section}.{time.key}", allowed, hint, value=time.key, node=node)
 
 
 def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:
-    """Adds a problem if a listed type has fewer GPUs than the job asks for: its nodes would be refused."""
+    """Adds a problem if a listed type has fewer GPUs than the job asks for, because its nodes would be refused."""
     asked = config.gpus_needed()
     kinds = [kind for name in dict.fromkeys(fleet.instance_types) if (kind := catalog.instances.get(name)) is not None]
     if config.demands.like_nodes and len({kind.gpu_count for kind in kinds}) > 1:
@@ -123,11 +123,11 @@ def several_nodes(fleet: Fleet, config: JobConfig, findings: Findings, catalog: 
     """Adds every reason why `fleet.nodes` nodes could not train together."""
     if fleet.gather_minutes is not None and not fleet.lets_go:
         findings.add(
-            "fleet.gather_minutes", "none, of one node or in a Capacity Block", "There AWS is not asked again."
+            "fleet.gather_minutes", "none, for one node or a Capacity Block", "AWS is then not asked for nodes again."
         )
     if not fleet.is_gang:
         if fleet.cards == "all":
-            findings.add("fleet.cards", "one, where fleet.nodes is 1", "A single node communicates with no other.")
+            findings.add("fleet.cards", "one, where fleet.nodes is 1", "A single node talks to no other.")
         return
     for key, names in (("zones", fleet.zones), ("instance_types", fleet.instance_types)):
         if len(names) > 1:
@@ -147,7 +147,7 @@ def several_nodes(fleet: Fleet, config: JobConfig, findings: Findings, catalog: 
     elif config.device == "cuda" and rows is not None and rows < gpus:
         findings.add("fleet.nodes", f"at most {rows // kind.gpu_count}: a step has {rows} rows")
     if fleet.cards == "all" and kind.efa_cards < 2:
-        findings.add("fleet.cards", f"one: {kind.type} has no further network card for nodes to talk over")
+        findings.add("fleet.cards", f"one: {kind.type} has only one network card for traffic between nodes")
 
 
 def _launchable(region: str, catalog: Catalog, gpus: int) -> list[Instance]:
@@ -158,7 +158,7 @@ def _launchable(region: str, catalog: Catalog, gpus: int) -> list[Instance]:
 
 
 def _misfit(kind: Instance, config: JobConfig | None) -> str:
-    """Why the run config cannot run on this type, or empty. A CPU run fits on any type."""
+    """Why the job cannot run on this type; empty if it can. A CPU run fits on any type."""
     if config is None or config.device == "cpu":
         return ""
     if config.products() == "bf16" and not kind.gpu.bf16:
@@ -176,8 +176,8 @@ def _misfit(kind: Instance, config: JobConfig | None) -> str:
 
 
 def _suggested_type(kind: Instance, config: JobConfig | None, current: Sequence[Instance]) -> str:
-    """The type with the least GPU memory, then the fewest GPUs and vCPUs, that is no smaller than `kind` and fits. A
-    type whose speed cannot be derived, so that it has no bill, is taken only if no other exists.
+    """The type with the least GPU memory, then the fewest GPUs and vCPUs, of those that fit and are no smaller than
+    `kind`. A type whose speed cannot be derived has no bill, and is suggested only if there is no other.
     """
     gpus = 1 if config is None else config.gpus_needed()
     fits = [

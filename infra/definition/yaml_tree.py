@@ -1,14 +1,13 @@
-"""YAML text to a tree in which every scalar is still text and every node knows where it was written.
+"""Turns YAML text into a tree in which every scalar is still text and every node knows its place in the file.
 
-PyYAML only parses here; nothing is resolved, so `yes`, `3e-4`, `2026-11-21` and `3.10` reach the schema as written.
-Features that no definition file needs are refused instead of interpreted: aliases, tags, several documents, deep
-nesting.
+PyYAML only parses, so that `yes`, `3e-4`, `2026-11-21` and `3.10` reach the schema as written. Features that no
+definition file needs are refused: aliases, tags, several documents, deep nesting.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,12 +22,12 @@ NULLS = ("", "~", "null")  # unquoted texts that mean null
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scalar:
-    """One value as written. `start` and `end` are its character offsets in the text, quotes included."""
+    """One value as written. `start` and `end` are its character offsets in the text, including quotes."""
 
     path: str
     line: int  # the line of the value's key, counted from 1
     text: str
-    style: str | None = None  # None = plain; otherwise the quote or block character
+    style: str | None = None  # the quote or block character; None for plain text
     start: int = 0
     end: int = 0
 
@@ -39,8 +38,6 @@ class Scalar:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Items:
-    """A list."""
-
     path: str
     line: int
     items: list[Node] = field(default_factory=list)
@@ -48,7 +45,7 @@ class Items:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mapping:
-    """A section. A section: its keys are unique."""
+    """A section, whose keys are unique."""
 
     path: str
     line: int
@@ -59,8 +56,8 @@ Node = Scalar | Items | Mapping
 
 
 class UnreadableError(Exception):
-    """The text cannot be read as the YAML of a definition file. The error has the problems up to the place where
-    reading ends.
+    """The text cannot be read as the YAML of a definition file. The error has all problems up to the place where
+    reading stopped.
     """
 
     def __init__(self, *problems: Problem) -> None:
@@ -69,7 +66,7 @@ class UnreadableError(Exception):
 
 
 def decode(raw: bytes) -> str:
-    """The text of a file. Raises UnreadableError when it is too large or not UTF-8."""
+    """The text of a file. Raises UnreadableError if it is too large or not UTF-8."""
     if len(raw) > MAX_BYTES:
         raise UnreadableError(
             _problem(1, f"{len(raw)} bytes", f"at most {MAX_BYTES} bytes", "Is this a definition file?")
@@ -83,40 +80,40 @@ def decode(raw: bytes) -> str:
 
 
 def read(text: str, *, holds: str = "sections (run:, job:, fleet:, ...)", see: str = "stacks/") -> Mapping:
-    """The tree of a file that should contain `holds`, a phrase for messages. Raises UnreadableError with all duplicate
-    keys, or one fault.
+    """The tree of a file. `holds`: what the file should contain, as a phrase for messages. Raises UnreadableError with
+    all duplicate keys, or with one other fault.
     """
     lines = text.splitlines()
     problems: list[Problem] = []
     try:
-        tree = _build(yaml.parse(text, Loader=yaml.SafeLoader), problems)
+        tree = _build(_events(text), problems)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         character = text[error.position : error.position + 1]
         raise UnreadableError(_problem(line, character, "printable UTF-8 text")) from None
     except yaml.MarkedYAMLError as error:
-        # PyYAML notices the fault at the file's end; the mistake is where the value begins
+        # PyYAML notices an open quote or bracket only at the file's end, but the mistake is where it opens
         open_quote = "quoted scalar" in (error.context or "")
-        bracket = error.context or "" if "flow" in (error.context or "") else ""  # likewise for brackets
-        no_colon = "simple key" in (error.context or "")  # noticed further down
+        bracket = error.context or "" if "flow" in (error.context or "") else ""
+        no_colon = "simple key" in (error.context or "")  # PyYAML notices it further down
         begins = open_quote or bracket or no_colon
         mark = (error.context_mark if begins else None) or error.problem_mark or error.context_mark
         number = mark.line + 1 if mark else 1
         written = lines[number - 1].strip() or "an empty line" if number <= len(lines) else "the end of the file"
         allowed = "YAML, `key: value` lines indented by spaces"
-        hint = "A quote opens here and is not closed." if open_quote else f"This is no YAML: {error.problem}."
+        hint = "A quote opens here and is not closed." if open_quote else f"This is not YAML: {error.problem}."
         if "\\t" in (error.problem or "") or "\t" in (lines[number - 1] if number <= len(lines) else ""):
             hint = "Indent with spaces: YAML takes no tabs."
         elif "escape character" in (error.problem or ""):
             allowed = "text between single quotes, '...'"
-            hint = "Between double quotes a backslash begins an escape of YAML's, and this one is none."
+            hint = "Between double quotes a backslash begins a YAML escape, but YAML has no such escape."
         elif bracket:
             opened = re.findall(r"[\[{]", "".join(lines[number - 1 : number])[: mark.column + 1]) if mark else []
             hint = f"A {opened[-1] if opened else '[ or {'} opens here and is not closed, or a comma is missing in it."
         elif "mapping values" in (error.problem or "") and mark and re.search(r":\s", lines[mark.line][: mark.column]):
-            hint = "A value with a colon and a space in it stands in quotes."
+            hint = "A value that contains a colon and a space needs quotes."
         elif no_colon:
-            hint = "This is no `key: value`: a colon and a space are missing."
+            hint = "This is not `key: value`: a colon and a space are missing."
         elif "block" in (error.problem or "") or "mapping values" in (error.problem or ""):
             hint = _indentation(lines, number) or hint
         raise UnreadableError(_problem(number, written, allowed, hint)) from None
@@ -145,7 +142,7 @@ def parse(raw: bytes, path: Path) -> tuple[str, Mapping]:
 
 
 def _indentation(lines: list[str], number: int) -> str:
-    """The fault of the line before, or the indentation of both lines if they differ."""
+    """What is wrong with the line before, or the indentation of both lines if it differs."""
 
     def spaces(at: int) -> int:
         return len(lines[at - 1]) - len(lines[at - 1].lstrip(" "))
@@ -159,21 +156,21 @@ def _indentation(lines: list[str], number: int) -> str:
     item = lines[before - 1].lstrip().startswith("- ")
     bare = not item and not re.search(r":(\s|$)", lines[before - 1])
     if bare and spaces(before) < spaces(number):
-        return f"Line {before}, `{short(written)}`, is no section: a colon is missing at its end."
+        return f"Line {before}, `{short(written)}`, is not a section: a colon is missing at its end."
     if bare and spaces(before) == spaces(number):
-        return f"Line {before}, `{short(written)}`, is no `key: value`: a colon and a space are missing."
+        return f"Line {before}, `{short(written)}`, is not `key: value`: a colon and a space are missing."
     if item and spaces(before) == spaces(number):
-        return f"Line {before} is an item of a list, line {number} a key: the two cannot be in one block."
+        return f"Line {before} is an item of a list, but line {number} is a key: one block cannot have both."
     if spaces(before) == spaces(number):
         return ""
     return (
-        f"Line {before} is indented by {spaces(before)}, line {number} by {spaces(number)}: keys of one section have "
+        f"Line {before} is indented by {spaces(before)}, line {number} by {spaces(number)}: keys of one section need "
         "the same indentation."
     )
 
 
 def merge(base: Node | None, overlay: Node) -> Node:
-    """`overlay` laid over `base`: sections key by key, everything else replaced. Nodes keep the path they came from."""
+    """`overlay` laid over `base`: sections are merged key by key, anything else is replaced. Nodes keep their paths."""
     if not isinstance(base, Mapping) or not isinstance(overlay, Mapping):
         return overlay
     entries = dict(base.entries)
@@ -195,7 +192,7 @@ def find_node(tree: Node, path: str) -> Node | None:
 
 
 def dump(tree: Mapping) -> str:
-    """The tree as YAML text that `read` reads back to the same tree; comments are gone."""
+    """The tree as YAML text, which `read` turns back into the same tree; it has no comments."""
     return yaml.serialize(_yaml_node(tree), Dumper=yaml.BaseDumper, width=120, allow_unicode=True)
 
 
@@ -211,7 +208,7 @@ def _yaml_node(node: Node) -> yaml.Node:
 
 @dataclass(slots=True)
 class _Open:
-    """A collection that is being read."""
+    """A list or section that is being read."""
 
     node: Items | Mapping
     key: str | None = None  # the key of a mapping whose value is read next
@@ -219,7 +216,15 @@ class _Open:
     duplicates: int = 0
 
 
-def _build(events: Iterator[yaml.Event], problems: list[Problem]) -> Node | None:
+def _events(text: str) -> Iterable[yaml.Event]:
+    """Raises yaml.YAMLError. The parser in C takes a tenth of the time, and the one in Python names faults better."""
+    try:
+        return [*yaml.parse(text, Loader=yaml.CSafeLoader)]
+    except yaml.YAMLError:
+        return yaml.parse(text, Loader=yaml.SafeLoader)
+
+
+def _build(events: Iterable[yaml.Event], problems: list[Problem]) -> Node | None:
     """An explicit stack is used instead of recursion, so that nesting cannot exhaust Python's call stack."""
     stack: list[_Open] = []
     root: Node | None = None

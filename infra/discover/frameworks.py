@@ -25,7 +25,7 @@ class Framework:
     version: str
     imports: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()  # only framework repositories have such a file
+    classes: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
     form: str = ""
     format: FormatName | None = None
@@ -40,12 +40,13 @@ class Framework:
     epochs: tuple[str, ...] = ()
     every: tuple[str, ...] = ()
     every_epochs: tuple[str, ...] = ()
-    work_epochs: int | None = None  # the default without any setting
+    work_epochs: int | None = None  # what the framework trains if no setting says it
     every_count: int | None = None
     progress: tuple[str, ...] = ()
     needs: str = ""
     resume: str = ""
     begin_anew: tuple[str, ...] = ()
+    counts_tokens: tuple[str, ...] = ()  # empty in a row of `framework_of` if the command counts steps or epochs
     naming: str = ""  # the setting or keyword that names a checkpoint
     resume_setting: str = ""
     restores: tuple[str, ...] = ()  # functions that a script calls if the script itself looks for a checkpoint
@@ -53,7 +54,7 @@ class Framework:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Patterns of the framework's lines: the row's own, or those of its checkpoint format."""
+        """The row's own patterns of printed lines, or else those of its checkpoint format."""
         return self.progress or (FORMATS[self.format].progress if self.format else ())
 
 
@@ -69,12 +70,14 @@ def frameworks() -> tuple[Framework, ...]:
 
 
 def framework_of(reach: Reach | None, start: StartedProgram) -> Framework | None:
-    """The first row whose program starts, or whose module the reached code imports and uses; None without one. A script
-    that uses a framework does not have the settings and words of the framework's program.
+    """The first row whose program the command starts, or whose module the reached code imports and uses; None if no row
+    fits. If a script only uses a framework, the row comes without the settings and words of the framework's program.
     """
     for row in frameworks():
         if start.program in row.programs or (start.words[:1] and start.program.partition(".")[0] in row.programs):
-            return replace(row, resume="") if set(start.words[:1]) & set(row.begin_anew) else row
+            command = set(start.words[:1])
+            by_tokens = tuple(command & set(row.counts_tokens))
+            return replace(row, resume="" if command & set(row.begin_anew) else row.resume, counts_tokens=by_tokens)
     if reach is None:
         return None
     distances = {row: _distance(reach, row) for row in frameworks() if not row.classes}
@@ -92,15 +95,15 @@ def _distance(reach: Reach, row: Framework) -> int | None:
     distances = [
         far for module, far in reach.imported.items() for name in row.imports if f"{module}.".startswith(f"{name}.")
     ]
-    for index, file in enumerate(reach.files):  # this is the framework's own repository
+    for index, file in enumerate(reach.files):  # the folder may be the framework's own repository
         if file.removeprefix("src/").split("/")[0] in row.imports:
             distances.append(index)
     return min(distances, default=None)
 
 
 def _is_used(reach: Reach, row: Framework, name: str) -> bool:
-    """Whether a name of the framework's is called or inherited from, and is not another package's of the same name. A
-    name with its module is called by this module, or one below: torch.save is not torch.distributed.checkpoint.save.
+    """Whether the code calls a name of the framework or inherits from it. The same name of another package does not
+    count: torch.save is not torch.distributed.checkpoint.save.
     """
     module, _, last = name.rpartition(".")
     if module:

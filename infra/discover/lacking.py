@@ -1,7 +1,7 @@
-"""Finds modules that a script imports as it starts and that its command's Python lacks.
+"""Finds modules that a script imports at its start but that the command's Python does not have.
 
-It runs nothing of the script. A script that changes where Python looks for modules, or a command that chooses its
-Python itself, is not judged: a wrong refusal would stop a working run.
+The script itself does not run. If the script changes where Python looks for modules, or the command chooses its own
+Python, nothing is reported: a wrong refusal would stop a working run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ LOOKS_S = 60
 
 
 def lacking(folder: Path, command: str, python: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Each module that `python` lacks, with the place of the import (train.py:3). Empty if none, or not known."""
+    """Each module that `python` lacks, with the place of the import (train.py:3). Empty if it lacks none, or if that is
+    not known.
+    """
     code = CodeFolder(folder)
     try:
         programs = starts(code, re.sub(r"\{code\}/?", "", command))
@@ -55,8 +57,8 @@ def lacking(folder: Path, command: str, python: Path, environment: Mapping[str, 
 
 
 def _imports(code: CodeFolder, program: StartedProgram) -> Iterator[tuple[str, str]]:
-    """The first part of each module that the script, or a file of the folder that it imports, imports at its top level
-    outside of any condition, with its place.
+    """Yields each module that the script, or a file of the folder that it imports, imports unconditionally at its top
+    level: the first part of the module's name, and the place of the import.
     """
     waiting: list[str] = [program.script] if program.script else []
     seen: set[str] = set()

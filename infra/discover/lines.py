@@ -27,7 +27,7 @@ _NO_PROGRESS = re.compile(
 )
 _NO_COUNT = re.compile(r"max|total_|\bnum_(?!update|iter)|\bn_|len\(|\blr\b|rate|_per_|/sec|speed|start|loss|time")
 _COUNT_WORDS = re.compile(r"(step|iter|epoch|update|iteration|it)s?\W*$", re.IGNORECASE)  # directly before a number
-# Figures, by words in the figure's name and before it: words that must be there, and words that must not.
+# For each figure: words that its name, or the text before it, must have, and words that they must not have.
 _FIGURES = (
     ("val", re.compile(r"(?=.*(\bval|\btest|eval)).*(loss|perplexity|bpb|ppl)"), re.compile(r"(?!)")),
     ("loss", re.compile(r"loss"), re.compile(r"val\b|valid|eval|best|test|aux")),
@@ -54,14 +54,16 @@ class PrintedLine:
 
 
 def find_lines(reach: Reach, values: Values) -> list[PrintedLine]:
-    """The lines with a step, an epoch or both. Lines of training come first; among them lines with a loss, and then
-    those that count in the smallest unit.
+    """The printed lines that give a step, an epoch or both. Lines of the training loop come first, among these the
+    lines with a loss, and among these the lines that count in the smallest unit.
     """
     lines: dict[str, PrintedLine] = {}
     for site in reach.sites:
         regex = ""
         is_bars_own = site.name == "write" and re.search(r"std(out|err)|tqdm|bar", dotted(site.call.func))
-        if site.call.args and (_PRINTS.fullmatch(site.name) or is_bars_own):
+        into = site.keyword("file")
+        is_output = into is None or dotted(into) in ("sys.stdout", "sys.stderr")
+        if site.call.args and is_output and (_PRINTS.fullmatch(site.name) or is_bars_own):
             regex = _line(_printed(site, values), site, values)
         elif site.name in _BARS:
             regex = _bar(site, values)
@@ -78,11 +80,16 @@ def _order(line: PrintedLine) -> tuple[int, ...]:
 
 
 def _printed(site: Site, values: Values) -> list[Piece]:
-    """What a call prints, in pieces."""
+    """The pieces of the text that a call prints."""
     first, *more = site.call.args
+    is_json = called(first) == "dumps" and isinstance(first, ast.Call) and bool(first.args)
+    if is_json and not more:
+        first = first.args[0]  # type: ignore[attr-defined]
     if chain := dotted(first):
-        bound = (node for node, _ in values.bound(chain, first, site.scope) if pieces(node))
-        first = next((node for node in bound if isinstance(node, ast.expr)), first)
+        bound = (node for node, _ in values.bound(chain, first, site.scope))
+        first = next((node for node in bound if isinstance(node, ast.expr) and (pieces(node) or _items(node))), first)
+    if items := _items(first):
+        return [] if more else _of_dictionary(items, '"' if is_json else "'")
     if more and _PRINTS_ALL.fullmatch(site.name):
         return [piece for argument in site.call.args for piece in (" ", *(pieces(argument) or [(argument, "")]))][1:]
     if more and isinstance(text := literal(first), str):  # logging.info("step %d", step)
@@ -90,8 +97,33 @@ def _printed(site: Site, values: Values) -> list[Piece]:
     return pieces(first)
 
 
+def _items(node: ast.AST) -> list[tuple[str, ast.expr]]:
+    """The keys and values of a dictionary that the code writes out; empty if a key is no constant text."""
+    if isinstance(node, ast.Dict):
+        keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
+        pairs = list(zip(keys, node.values, strict=True))
+    elif called(node) == "dict" and isinstance(node, ast.Call) and not node.args:
+        pairs = [(keyword.arg, keyword.value) for keyword in node.keywords]
+    else:
+        return []
+    known = [(key, value) for key, value in pairs if isinstance(key, str)]
+    return known if len(known) == len(pairs) else []
+
+
+def _of_dictionary(items: list[tuple[str, ast.expr]], quote: str) -> list[Piece]:
+    """The pieces of a printed dictionary: `{'step': 7, 'loss': 0.5}`, or the same as JSON with the other quote."""
+    opening = ["{", *[", "] * (len(items) - 1)]
+    return [
+        piece
+        for before, (key, value) in zip(opening, items, strict=True)
+        for piece in (f"{before}{quote}{key}{quote}: ", (value, ""))
+    ]
+
+
 def _line(several: list[Piece], site: Site, values: Values) -> str:
-    """The regular expression of one printed line, up to its last useful figure; empty without a step or an epoch."""
+    """The regular expression of one printed line, up to its last useful figure; empty if the line has neither step nor
+    epoch.
+    """
     text, used, last, says_what = "", list[str](), 0, False
     several = list(joined(several))
     for before, piece, after in zip(["", *several], several, [*several[1:], ""], strict=False):
@@ -133,7 +165,8 @@ def _group(value: ast.expr | None, before: str, after: str, used: list[str], sit
         counted = "batch"  # a total: rows, or batches of the epoch
     if counted and counted not in used:
         return counted
-    words = f"{near} {named}"
+    # a meter's newest value and its mean, as of PyTorch's ImageNet example
+    words = f"{near} {re.sub(r'[.](val|avg)$', '', named)}"
     for group, wanted, unwanted in _FIGURES:
         if group not in used and wanted.search(words) and not unwanted.search(words):
             return group
@@ -142,7 +175,7 @@ def _group(value: ast.expr | None, before: str, after: str, used: list[str], sit
 
 
 def _counted(value: ast.expr | None, named: str, near: str, in_epoch: bool, site: Site, values: Values) -> str:
-    """What a printed number counts, by the number's name, else by the loop that counts it; empty if not known."""
+    """What a printed number counts, read from its name, or else from the loop that counts it; empty if not known."""
     plain = re.sub(r"\s*[-+]\s*\d+|\b(int|str)\(|\)", "", named).strip("() ")
     is_setting = isinstance(value, ast.Attribute) and dotted(value.value) != "self" and values.settings.find(value.attr)
     counted: str | None = None
@@ -153,13 +186,22 @@ def _counted(value: ast.expr | None, named: str, near: str, in_epoch: bool, site
         own = [loop for loop in loops if value.id in (n.id for n in walk(loop.target) if isinstance(n, ast.Name))]
         kind = values.kinds(value, site.scope) if counted is None and own else None
         counted = counted or ("epoch" if kind == "step" and near.strip() == "epoch" else kind)
-        if counted == "step" and in_epoch and any(loop_unit(values, loop, site.scope) == "batch" for loop in own):
+        anew = [loop for loop in own if not _goes_on(loop)]
+        if counted == "step" and in_epoch and any(loop_unit(values, loop, site.scope) == "batch" for loop in anew):
             counted = "batch"
     return counted or ""
 
 
+def _goes_on(loop: ast.For) -> bool:
+    """Whether the loop counts on from epoch to epoch: `for step, batch in enumerate(loader, epoch * len(loader))`."""
+    if called(loop.iter) != "enumerate" or not isinstance(loop.iter, ast.Call):
+        return False
+    starts = [*loop.iter.args[1:], *(keyword.value for keyword in loop.iter.keywords)]
+    return any(not isinstance(start, ast.Constant) for start in starts)
+
+
 def _bar(site: Site, values: Values) -> str:
-    """The pattern of a progress bar over steps or epochs, or over the batches of an epoch that its words name."""
+    """The pattern of a progress bar over steps or epochs, or over batches if the bar's text names the epoch."""
     loop = next(
         (
             statement

@@ -1,4 +1,4 @@
-"""Reads a definition's own text: lines still to be checked, and processes that its command starts on any type."""
+"""Reads a definition's text: the lines marked CHECK, and how many processes the command starts per node."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SHOWN = 6  # most line numbers in a sentence
 
 
 def checks_left(text: str) -> list[int]:
-    """The numbers of the definition's lines that are still marked CHECK."""
+    """The numbers of the lines that are still marked CHECK."""
     return [number for number, line in enumerate(text.splitlines(), 1) if CHECK.search(line)]
 
 
 def checks_warning(text: str, name: str) -> list[str]:
-    """A sentence with the lines that are still marked; empty without any."""
+    """A sentence that names the lines still marked CHECK; empty if no line is."""
     if not (marked := checks_left(text)):
         return []
     shown = ", ".join(map(str, marked[:_SHOWN])) + (", ..." if len(marked) > _SHOWN else "")
@@ -32,13 +32,13 @@ def checks_warning(text: str, name: str) -> list[str]:
 
 
 def processes_in(command: str) -> re.Match[str] | None:
-    """The first number of processes per node that is not a placeholder, else the first placeholder: a launcher may have
-    {gpus} where the script's own option beside it still has a number.
+    """The command's first number of processes per node that is a plain number; if all are placeholders, the first
+    placeholder. The launcher may already have {gpus} while an option of the script still has a plain number.
     """
     return min(PROCESSES.finditer(command), key=lambda match: match["count"] in ("{gpus}", "{ranks}"), default=None)
 
 
 def processes_asked(command: str) -> int | None:
-    """How many processes a command starts per node by a plain number; None if the command has {gpus}, or no number."""
+    """The plain number of processes that a command starts per node; None if the command has {gpus}, or no number."""
     match = processes_in(command)
     return int(match["count"]) if match and match["count"].isdigit() else None

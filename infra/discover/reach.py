@@ -1,9 +1,8 @@
-"""Finds the code of a folder that a Python file runs: from its own statements to the functions and classes that these
-name.
+"""Finds the code of a folder that a Python file reaches: its statements, and the functions and classes that they name.
 
-The search is static, by names: a function counts if counted code names it, a method if counted code names both the
-class and the method. The result is more than really runs, and much less than the folder holds: it lacks a converter
-that nobody imports.
+The search goes by names and runs nothing: a function counts as reached if reached code names it, a method if reached
+code names both its class and the method. The result is more than what really runs, but much less than the folder: for
+example, it leaves out a converter that nobody imports.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 
 from gpufleet.infra.discover.source import CodeFolder
 
-MOST_UNITS = 1_000  # nearest first: deep library code does not show how the training works
+MOST_UNITS = 1_000  # functions and classes, the nearest first: deep library code does not show how the training works
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _DOTTED = re.compile(r"[A-Za-z_]\w{0,60}(\.[A-Za-z_]\w{0,60})+")  # a dotted name, in a text that may name a class
 _PASSIVE = re.compile(  # base classes that call only methods that code names
@@ -28,7 +27,7 @@ _AROUND = ast.If | ast.For | ast.AsyncFor | ast.While | ast.With
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Scope:
-    """The place of an expression: its file, the functions around it, outermost first, and the class around it."""
+    """The place of an expression: its file, the functions around it (outermost first), and the class around it."""
 
     file: str
     functions: tuple[Function, ...] = ()
@@ -53,13 +52,11 @@ class Site:
         return called(self.call)
 
     def keyword(self, *names: str) -> ast.expr | None:
-        """The first argument with one of the `names`; None without one."""
+        """The first argument with one of the `names`; None if there is none."""
         return next((keyword.value for keyword in self.call.keywords if keyword.arg in names), None)
 
     def argument(self, position: int, *names: str) -> ast.expr | None:
-        """The argument with one of the `names`, else the argument at `position`; None without one, or if it is not
-        known.
-        """
+        """The argument with one of the `names`, else the argument at `position`; None if neither is known."""
         if (named := self.keyword(*names)) is not None:
             return named
         there = self.call.args[: position + 1]
@@ -78,7 +75,7 @@ class ModuleNames:
     assigned: dict[str, list[ast.expr | ast.For]] = field(default_factory=dict)
 
 
-# a file, and its function or class; None: the module itself, or a value of it
+# a file, and a function or class in it; None means the module itself, or one of its values
 Symbol = tuple[str, Function | ast.ClassDef | None]
 
 
@@ -104,7 +101,9 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def assignments(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr | ast.For]]:
-    """Names with their dots and their values, also for each of `a, b = 1, 2`; a loop sets its first name."""
+    """Yields each assigned name, with its dots, and its value. `a, b = 1, 2` gives two pairs; a loop assigns its first
+    name.
+    """
     for node in nodes:
         pairs: list[tuple[ast.expr | None, ast.expr | ast.For | None]] = []
         if isinstance(node, ast.Assign):
@@ -125,14 +124,14 @@ def assignments(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr | ast.
 
 
 class Reach:
-    """All code of a folder that one start runs."""
+    """All code of a folder that one started program reaches."""
 
     def __init__(self, folder: CodeFolder, roots: tuple[str, ...], entry: str, function: str = "") -> None:
         self.folder, self.roots, self.entry = folder, roots, entry
         self.units: list[tuple[ast.AST, Scope]] = []
-        self.sites: list[Site] = []  # every call in counted code
+        self.sites: list[Site] = []  # every call in reached code
         self.by_name: dict[str, list[Site]] = defaultdict(list)
-        self.based_on: set[str] = set()  # last parts of base classes' names from outside the folder
+        self.based_on: set[str] = set()  # base classes from outside the folder: the last parts of their names
         self.imported: dict[str, int] = {}  # names from outside the folder, with their distance from the start
         self._modules: dict[str, ModuleNames] = {}
         self._symbols: dict[tuple[str, str], Symbol | None] = {}
@@ -150,7 +149,7 @@ class Reach:
 
     @property
     def files(self) -> list[str]:
-        """The files with counted code, the entry first."""
+        """The files with reached code; the started file comes first."""
         return list(dict.fromkeys((self.entry, *(scope.file for _, scope in self.units))))
 
     def reach_dotted(self, text: str) -> None:
@@ -159,15 +158,13 @@ class Reach:
         self._follow()
 
     def names(self, file: str) -> ModuleNames:
-        """The meanings of a file's names; empty if the file is no readable Python."""
+        """The meanings of a file's names; empty if the file cannot be parsed as Python."""
         if file not in self._modules:
             self._modules[file] = _module_names(self.folder.tree(file) or ast.parse(""), file)
         return self._modules[file]
 
     def symbol(self, file: str, name: str, depth: int = 0) -> Symbol | None:
-        """The meaning of a name at a module's top level, through imports; None if the name does not belong to the
-        folder.
-        """
+        """What a name at a module's top level means, followed through imports; None if it is not the folder's code."""
         if (file, name) not in self._symbols:
             self._symbols[file, name] = self._symbol(file, name, depth)
         return self._symbols[file, name]
@@ -191,7 +188,7 @@ class Reach:
         return None
 
     def full_name(self, site: Site) -> str:
-        """The called name with the module that it is imported from; as it is written if it is not imported."""
+        """The called name with the module from which it is imported; a name that is not imported stays as written."""
         head, dot, rest = dotted(site.call.func).partition(".")
         module, there = self.names(site.scope.file).imports.get(head, (head, ""))
         return ".".join(filter(None, (module, there))) + dot + rest
@@ -266,7 +263,9 @@ class Reach:
             self._reach_function(node, Scope(file))
 
     def _reach_class(self, cls: ast.ClassDef, file: str) -> None:
-        """Counts a class's statements and its named methods; all methods if a base class from outside may call them."""
+        """Counts a class's statements and its named methods as reached; all methods if a base class from outside the
+        folder may call them.
+        """
         named = [base for parent in cls.bases if (base := dotted(parent))]
         bases = [(base.rpartition(".")[2], self.symbol(file, base.partition(".")[0])) for base in named]
         for _, up in bases:

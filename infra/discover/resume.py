@@ -1,4 +1,4 @@
-"""Finds how a script resumes from a checkpoint: by which words, or by looking for one itself."""
+"""Finds how a script resumes: by words on its command line, or by looking for a checkpoint itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _AFTER = re.compile(r"eval|test|sample|infer|predict|best|final")  # functions t
 def find_resume(
     reach: Reach, values: Values, saves: Saves, chosen: CodeSave | None, row: Framework | None
 ) -> tuple[Finding | None, Finding | None]:
-    """Two findings, each perhaps None: the words that make the script resume; without them, that the script itself
+    """Two findings, each perhaps None: the words that make the script resume, or else the place where the script itself
     reads its newest checkpoint before it trains.
     """
     head = chosen.parts[0] if chosen is not None and chosen.parts else None
@@ -60,7 +60,7 @@ def find_resume(
 
 
 def _by_itself(reach: Reach, saves: Saves, chosen: CodeSave | None) -> Finding | None:
-    """The place where the script reads its own saves, before the loop in which it saves."""
+    """The place where the script reads a checkpoint of its own before the loop in which it saves."""
     if chosen is None or not chosen.parts:
         return None
     loops = [statement for statement, _ in around_of(reach, chosen.site) if isinstance(statement, ast.For | ast.While)]
@@ -77,15 +77,13 @@ def _by_itself(reach: Reach, saves: Saves, chosen: CodeSave | None) -> Finding |
 
 
 def _goes_on(site: Site) -> bool:
-    """Whether more than weights is loaded: the function also reads an optimizer, a step or an epoch from the
-    checkpoint.
-    """
+    """Whether the function reads more than weights from the checkpoint: an optimizer, a step or an epoch too."""
     text = " ".join(ast.unparse(function) for function in site.scope.functions[-1:])
     return site.name == "load_state" or bool(_MORE_THAN_WEIGHTS.search(text))
 
 
 def _step_setting(values: Values, saves: Saves, chosen: CodeSave | None) -> Finding | None:
-    """A setting for the epoch or step whose files are read again: `--epoch 40`."""
+    """A setting such as `--epoch 40`, which names the epoch or step whose files the script loads."""
     for parts, _ in saves.loads if chosen is not None else ():
         if chosen is None or len(parts) != len(chosen.parts):
             continue
@@ -105,7 +103,7 @@ def shown(save: CodeSave) -> str:
 
 
 def _is_before(reach: Reach, site: Site, loop: ast.stmt, chosen: CodeSave, depth: int = 0) -> bool:
-    """Whether a call comes before the training loop: in the loop's function, or in one called before the loop."""
+    """Whether a call comes before the training loop: in the same function, or in a function called before the loop."""
     holder = next((at for statement, at in around_of(reach, chosen.site) if statement is loop), None)
     if holder is None or depth > 4:
         return False
@@ -123,8 +121,8 @@ def _is_before(reach: Reach, site: Site, loop: ast.stmt, chosen: CodeSave, depth
 
 
 def _resume_words(reach: Reach, setting: Setting) -> str:
-    """The setting with the value that resumes: the word with which the code compares the setting, a step, or the
-    checkpoint.
+    """The setting with the value that makes the script resume: a word that the code compares the setting with, a step,
+    or the checkpoint's path.
     """
     plain = setting.name.rpartition(".")[2].lower()
     if setting.is_flag:

@@ -1,6 +1,6 @@
-"""Runs a command in a copy of its folder and watches it: its lines, and which files become complete.
+"""Runs a command in a copy of its folder, and watches the lines that it prints and the files that it completes.
 
-The user's folder is only read; the command may write nothing of the user's except caches below the home folder.
+The user's folder is only read. Of the user's files, the command may write only caches below the home folder.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from gpufleet.job.kind.command import filled
 
 MOST_MIB = 500  # the most MiB of a folder that is copied
 LOOK_S = 0.1
-ENOUGH_SAVES, ENOUGH_LINES = 3, 6  # numbers of saves and of lines after which the trial ends
-LEAVES_S = 20.0  # seconds for a command to save and end on request
+ENOUGH_SAVES, ENOUGH_LINES = 3, 6  # the trial ends after this many saves and lines
+LEAVES_S = 20.0  # seconds that a command has to save and end after the request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """The moment at which a file became complete: it stopped changing, or got its final name."""
+    """A file, and the moment at which it became complete: it stopped changing, or got its final name."""
 
     name: str
     at: float
@@ -50,7 +50,7 @@ class Written:
 
 @dataclass(slots=True)
 class TrialRun:
-    """One start of the command, and the observations of it."""
+    """What was observed of one start of the command."""
 
     lines: list[tuple[float, str]] = field(default_factory=list)
     writes: list[Written] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Sandbox:
         size = sum(path.stat().st_size for _, path in files if not path.is_symlink())
         if size > MOST_MIB * MIB:
             raise GpufleetError(
-                f"--try: {self._folder} would be copied, and has {size / 1e6:.0f} MB of at most {MOST_MIB} MiB;"
+                f"--try: {self._folder} has {size / 1e6:.0f} MB, but a trial copies at most {MOST_MIB} MiB;"
                 " leave out --try, or let git ignore its data"
             )
         for name, path in files:
@@ -101,7 +101,7 @@ class Sandbox:
         return {**folders, "code": str(self.code), "gpus": 1, "run": "try", **alone}
 
     def _environment(self, values: dict[str, str | int], more: dict[str, str]) -> dict[str, str]:
-        """The environment as on a node, with the Python of the user's folder first on the PATH, and without GPUs."""
+        """The environment of a node, but with the Python of the user's folder first on the PATH, and without GPUs."""
         own = own_environment(os.environ)
         places = [self._folder / name / "bin" for name in ENVIRONMENTS]
         bins = [str(place) for place in places if (place / "python").exists()]
@@ -112,7 +112,7 @@ class Sandbox:
         return own | {name: filled(value, values) for name, value in more.items()}
 
     def lacking(self, command: str) -> str:
-        """Why the command cannot run: the modules that its Python lacks here. Empty if none is known."""
+        """The reason why the command cannot run here: modules that its Python lacks. Empty if none is known."""
         environment = self._environment(self.values(), {})
         python = Path(shutil.which("python", path=environment["PATH"]) or "python3")
         if not (missing := lacking(self.code, command, python, environment)):
@@ -124,8 +124,8 @@ class Sandbox:
         self, command: str, workdir: str, environment: dict[str, str], seconds: float, *, ask: bool,
         until: Callable[[TrialRun], bool] | None = None,
     ) -> TrialRun:  # fmt: skip
-        """Runs the command until it ends, enough was seen, or the time is over; with `ask`, it then asks the command to
-        stop.
+        """Runs the command until it ends, until enough was seen, or until the time is over. If `ask`, the command is
+        then asked to stop.
         """
         values, watch = self.values(), TrialRun()
         where = Path(filled(workdir or "{code}", values))
@@ -175,11 +175,11 @@ class Sandbox:
         return watch
 
     def _look(self) -> dict[str, FileState]:
-        """Files of the command's folders by name, `code/` or `checkpoints/` first."""
+        """The files of the command's folders, by names that begin with `code/` or `checkpoints/`."""
         states = {}
         for top in (self.code, *self.user.values()):
             for name, look in ForeignFolder(self.root).files(top, SKIPPED):
-                with suppress(OSError):  # removed meanwhile
+                with suppress(OSError):  # the file may have been removed meanwhile
                     states[f"{top.name}/{name}"] = FileState.from_stat(look())
         return states
 
@@ -213,9 +213,8 @@ class _Files:
 
 
 def _read(pipe: int, watch: TrialRun) -> None:
-    """Reads lines of the output, as a terminal would show them."""
     with open(pipe, encoding="utf-8", errors="replace", newline=None, closefd=False) as output:
-        for line in output:  # ended by a line feed or a carriage return
+        for line in output:  # a carriage return ends a line too, as in a progress bar
             if text := CONTROL.sub("", line.rstrip("\r\n")).rstrip():
                 watch.lines.append((time.time(), text[:2000]))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from gpufleet.infra.discover.reach import Function, Reach, Scope, Site, assignments, called, dotted, walk
 from gpufleet.infra.discover.values import Hole, Kind, Parts, Span, Values, loop_range, unit
 
-OWNER = -1  # instead of a position: the call is a method of the path, or of the file at the path
+OWNER = -1  # in place of an argument's position: the call is a method of the path, or of the file at the path
 # Calls that write files. Each row has a pattern of the function's name, the position of the path among the arguments,
 # the keywords for the path, and whether the path is that of a folder.
 _SAVES: tuple[tuple[re.Pattern[str], int, tuple[str, ...], bool], ...] = tuple(
@@ -29,7 +29,7 @@ _SAVES: tuple[tuple[re.Pattern[str], int, tuple[str, ...], bool], ...] = tuple(
         (r".*\.save", 0, ("path", "filepath"), False),  # of Keras models, fabric, and similar objects
     )
 )
-_DEEPSPEEDS_TAG = ast.parse('f"global_step{global_steps}"', mode="eval").body  # unless the script names another
+_DEEPSPEEDS_TAG = ast.parse('f"global_step{global_steps}"', mode="eval").body  # if the script names no tag
 _LOADS = re.compile(
     r"load(_(state(_dict)?|checkpoint|file|model|weights)|s)?|from_pretrained|restore|open|read_(text|bytes)|glob"
 )
@@ -49,7 +49,7 @@ _IRREGULAR = re.compile(r"best|<|>|improv|patience|\bin\b", re.IGNORECASE)  # co
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeSave:
-    """One place in the code that saves."""
+    """One call that saves."""
 
     parts: Parts  # the pattern of the whole path
     is_folder: bool
@@ -79,14 +79,13 @@ class Pattern:
 
 @dataclass(slots=True)
 class Saves:
-    """All places that save, the one that a resume needs first, and what is read."""
+    """All calls that save, with the one that a resume needs first, and all paths that are loaded."""
 
     found: list[CodeSave] = field(default_factory=list)
     loads: list[tuple[Parts, Site]] = field(default_factory=list)
 
 
 def find_saves(reach: Reach, values: Values) -> Saves:
-    """Returns every place where the reached code saves or loads."""
     renames, saves = dict(reversed(list(_renames(reach, values)))), Saves()
     for site in (through for direct in reach.sites for through in _forwarded_calls(reach, direct)):
         place, is_folder = _written(reach, site)
@@ -144,8 +143,8 @@ def _by_caller(reach: Reach, place: ast.expr, site: Site, depth: int = 0) -> Ite
 
 
 def _written(reach: Reach, site: Site) -> tuple[ast.expr | None, bool]:
-    """Returns the path that a call writes, and whether the path is that of a folder. The path is None if the call is
-    not known to write.
+    """Returns the path that a call writes, and whether this path is a folder. The path is None if the call is not known
+    to write.
     """
     func = site.call.func
     if site.name == "save_checkpoint" and _is_of_engine(reach, site):
@@ -159,7 +158,7 @@ def _written(reach: Reach, site: Site) -> tuple[ast.expr | None, bool]:
 
 
 def _is_of_engine(reach: Reach, site: Site) -> bool:
-    """Whether `save_checkpoint` is the method of DeepSpeed's engine, and not one of the code's own classes."""
+    """Whether `save_checkpoint` is a method of DeepSpeed's engine, not of a class of the folder."""
     if site.keyword("tag") is not None:
         return True
     is_imported = any(f"{name}.".startswith("deepspeed.") for name in reach.imported)
@@ -194,8 +193,8 @@ def _renames(reach: Reach, values: Values) -> Iterator[tuple[Parts, Parts]]:
 
 
 def around_of(reach: Reach, site: Site, depth: int = 0) -> Iterator[tuple[ast.stmt, Site]]:
-    """The statements around a call, innermost first; then those around a call of the function around it, preferably in
-    a loop.
+    """Yields the statements around a call, innermost first; then the statements around a call of the enclosing
+    function, preferably of a call in a loop.
     """
     for statement in reversed(site.around):
         yield statement, site
@@ -206,7 +205,7 @@ def around_of(reach: Reach, site: Site, depth: int = 0) -> Iterator[tuple[ast.st
 
 
 def _cadence(values: Values, around: list[tuple[ast.stmt, Site]]) -> Span | None:
-    """The number behind % in the nearest condition; without a condition, a loop over epochs saves in each epoch."""
+    """How often a call saves: the number behind % in the nearest condition, or else once per epoch of such a loop."""
     irregular = False
     for statement, site in around:
         where = f"{site.scope.file}:{statement.lineno}"
@@ -232,7 +231,7 @@ def _cadence(values: Values, around: list[tuple[ast.stmt, Site]]) -> Span | None
 
 
 def loop_unit(values: Values, loop: ast.stmt, scope: Scope) -> Kind | None:
-    """What a loop counts: steps, epochs, batches; None if not known."""
+    """What a loop counts: steps, epochs or batches; None if not known."""
     if isinstance(loop, ast.While):
         return next((kind for node in walk(loop.test) if (kind := unit(dotted(node))) is not None), None)
     if not isinstance(loop, ast.For):
@@ -244,8 +243,8 @@ def loop_unit(values: Values, loop: ast.stmt, scope: Scope) -> Kind | None:
 
 
 def _score(save: CodeSave, saves: Saves, values: Values) -> float:
-    """A number that is higher for a save that a resume needs: named like a checkpoint, inside a loop, with the
-    optimizer, read again.
+    """A number that is the higher the more a save looks like what a resume needs: its name is that of a checkpoint, it
+    is inside a loop, it holds the optimizer, and the script loads it.
     """
     text, name = save.text, save.text.rstrip("/").rpartition("/")[2]
     setting = save.cadence.setting if save.cadence is not None else None
@@ -262,7 +261,7 @@ def _score(save: CodeSave, saves: Saves, values: Values) -> float:
             (-3.0, OTHER.search(name)),
             (-2.0, save.site.name in ("write", "write_text", "dump", "save_pretrained")),
             (1.5, any(load == save.parts for load, _ in saves.loads)),
-            # negative or 0 turns saving off
+            # a value of 0 or less turns saving off
             (-4.0, setting is not None and isinstance(setting.value, int) and setting.value <= 0),
             (-4.0, _is_not_asked_for(save, values)),
             (0.5, isinstance(head, str) or (head is not None and head.kind in ("setting", "checkpoints"))),
@@ -273,8 +272,8 @@ def _score(save: CodeSave, saves: Saves, values: Values) -> float:
 
 
 def _is_not_asked_for(save: CodeSave, values: Values) -> bool:
-    """Whether the command sets a setting otherwise than this save needs: to no number, or to another word than the one
-    in `by == "epoch"`.
+    """Whether the command switches this save off: its interval is not a number, or the code asks for another word (as
+    in `by == "epoch"`) than the command gives.
     """
     interval = save.cadence.setting if save.cadence is not None else None
     if interval is not None and interval.typed is not None and interval.count is None:
@@ -319,7 +318,7 @@ def _named(path: str, save: CodeSave) -> Pattern | None:
 
 
 def _text(parts: list[str | Hole], values: Values) -> str:
-    """The name as a pattern: {step}, {epoch}, the values of settings in the middle, and * for unknown parts."""
+    """The name as a pattern: with {step} and {epoch}, with the values of settings, and with * for unknown parts."""
     name = ""
     for part in parts:
         setting = values.settings.find(part.name) if isinstance(part, Hole) and part.kind == "setting" else None

@@ -1,7 +1,7 @@
 """Reads a folder of training code, and the command that starts it, without running either.
 
-Each finding has its place, so that the definition file can give its reason. A fact that is not found is left open,
-never guessed.
+Each finding has its place in the code, so that the definition file can give the reason. A fact that is not found stays
+open; it is never guessed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.kind.command import EPOCH_COUNTS, FORMATS, STEP_COUNTS
 
 MOST_LOOKED_INTO = 12  # number of files that are searched for the one that trains, if no command names it
-# Names of settings that frameworks or readers of the code look for, if no use of them shows more.
+# Usual names of settings, which count only if the code itself does not show what a setting is for.
 OUT = (
     "output_dir", "out_dir", "outdir", "checkpoint_dir", "ckpt_dir", "save_dir", "checkpoints_dir", "work_dir",
     "workdir", "output_path", "checkpoint_path", "output", "out", "logdir", "log_dir", "save_path", "dump_dir",
@@ -70,7 +70,7 @@ class ScriptFacts:
     total: Span | None = None  # the length of the training
     lines: list[PrintedLine] = field(default_factory=list)
     resume: Finding | None = None  # the words that resume from a checkpoint
-    reads_itself: Finding | None = None  # where the script looks for a checkpoint without an option
+    reads_itself: Finding | None = None  # where the script looks for a checkpoint by itself
     bare_resume: Finding | None = None  # a trainer's train() without a checkpoint
     signals: list[Finding] = field(default_factory=list)
     joins: Finding | None = None  # where the script joins a group of several processes
@@ -84,14 +84,14 @@ class ScriptFacts:
     saves_on_signal: Finding | None = None  # shown by a trial: true or false
     complete: Finding | None = None  # shown by a trial: the file of a checkpoint that is written last
     size: Finding | None = None  # shown by a trial: the size in GB
-    trained: bool = False  # a trial saw the script train, so its imports exist here
-    seen_ms: dict[str, float] = field(default_factory=dict)  # shown by a trial: the time of a step or an epoch here
+    trained: bool = False  # whether the script trained in a trial, so that this machine has the modules it imports
+    seen_ms: dict[str, float] = field(default_factory=dict)  # shown by a trial: milliseconds of a step or an epoch here
     # keyword arguments of a framework's calls, with places
     coded: dict[str, tuple[object, str]] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of one checkpoint's files, as the code gives them, else its framework; empty if not known."""
+        """The names of one checkpoint's files, by the code or else by its framework; empty if not known."""
         if self.checkpoint is not None or self.framework is None:
             return self.checkpoint.names if self.checkpoint else ()
         row = self.framework
@@ -104,33 +104,32 @@ class ScriptFacts:
 
     @property
     def script(self) -> str:
-        """The file that starts; empty for a program from a package."""
+        """The file that the command starts; empty if it starts a program of a package."""
         return self.start.script
 
 
 def look(folder: Path, command: str = "") -> ScriptFacts:
-    """The facts in the folder, and in the user's command if given. Raises GpufleetError."""
+    """The facts in the folder, and in the user's command if there is one. Raises GpufleetError."""
     code = CodeFolder(folder)
     if not command and not code.python:
-        raise GpufleetError(f"--code: no Python file in {folder}; say how it is started: --command '...'")
+        raise GpufleetError(f"--code: no Python file in {folder}; say how the training starts: --command '...'")
     begun = starts(code, command) if command else [_entry(code)]
     if not begun:
-        raise GpufleetError(
-            f"--command: {command!r} starts no program that can be found; write it as you would type it"
-        )
+        raise GpufleetError(f"--command: no program is found in {command!r}; write the command as you would type it")
     start, reach = _which_trains(code, begun)
     requirements = next((n for n in ("requirements.txt", "pyproject.toml", "setup.py") if n in code.files), "")
     row = framework_of(reach, start)
     if reach is None:
         files = (posixpath.normpath(word.rpartition("=")[2]) for word in start.words)
         files = (file for file in files if file in code.files and file.endswith((".yaml", ".yml", ".toml")))
-        settings = ScriptSettings([setting for name in files for setting in of_file(code, name, "")], start)
+        style = row.form if row is not None else ""
+        settings = ScriptSettings([setting for name in files for setting in of_file(code, name, style)], start)
         facts = ScriptFacts(folder=folder, start=start, settings=settings, framework=row, requirements=requirements)
-        facts.total = _named_total(settings, row, {})
+        facts.total = None if row is not None and row.counts_tokens else _named_total(settings, row, {})
         facts.resume = Finding(row.resume, row.name) if row is not None and row.resume else None
         return facts
     settings = ScriptSettings([*declared(reach, start, row.form if row else ""), *_of_row(row, reach)], start)
-    row = row or framework_of(reach, start)  # a configuration may name classes of the folder
+    row = row or framework_of(reach, start)  # again: a configuration may have named more classes of the folder
     values = Values(reach, settings)
     saves = find_saves(reach, values)
     facts = ScriptFacts(folder=folder, start=start, settings=settings, framework=row, requirements=requirements)
@@ -154,7 +153,7 @@ def look(folder: Path, command: str = "") -> ScriptFacts:
 
 
 def _names_own(facts: ScriptFacts, reach: Reach, code: CodeFolder) -> Iterator[Finding]:
-    """Texts in the reached code that name files in the start folder: the code reads these files by a relative path."""
+    """Texts in the reached code that name files in the start folder, which the code opens by a relative path."""
     there = {name.removeprefix(f"{facts.start.folder}/").partition("/")[0] for name in code.files}
     nodes = [
         (node, f"{site.scope.file}:{site.call.lineno}")
@@ -189,8 +188,8 @@ def _named_by_user(text: str, coded: dict[str, tuple[object, str]], settings: Sc
 
 
 def _which_trains(code: CodeFolder, begun: list[StartedProgram]) -> tuple[StartedProgram, Reach | None]:
-    """The program that trains, of several that a command starts, and its reached code; the first program if none seems
-    to train.
+    """The program that trains, of those that a command starts, and its reached code; the first program if none seems to
+    train.
     """
     own = sorted((program for program in begun if program.script), key=lambda program: not program.launcher)
     reaches = [
@@ -229,7 +228,7 @@ def _entry(code: CodeFolder) -> StartedProgram:
     if not training or (len(training) > 1 and scores[training[0]] == scores[training[1]]):
         some = ", ".join(training[:6]) or "none of them is seen to train"
         raise GpufleetError(
-            f"--code: which file in {code.path} trains is not clear ({some}); say it: --command 'python FILE.py ...'"
+            f"--code: it is unclear which file in {code.path} trains ({some}); name it: --command 'python FILE.py ...'"
         )
     return _program(training[0])
 
@@ -253,14 +252,14 @@ def _named_like_training(name: str) -> float:
 
 
 def _runs(code: CodeFolder, name: str) -> bool:
-    """Whether the file's top level has a call or a loop, so that it does more than define functions and classes."""
+    """Whether the file does more than define functions and classes: its top level has a call or a loop."""
     body = tree.body if (tree := code.tree(name)) is not None else []
     run = (statement for statement in body if isinstance(statement, ast.Expr | ast.For | ast.While))
     return any(not isinstance(getattr(statement, "value", None), ast.Constant) for statement in run)
 
 
 def _of_row(row: Framework | None, reach: Reach) -> Iterator[Setting]:
-    """The settings of a framework's own parser, if the script uses it."""
+    """The settings of a framework's parser, if the script uses this parser."""
     parsers = {"HfArgumentParser", "TrlParser", "H4ArgumentParser", "LightningCLI"} & set(reach.by_name)
     if row is None or not parsers:
         return
@@ -271,7 +270,7 @@ def _of_row(row: Framework | None, reach: Reach) -> Iterator[Setting]:
 
 
 def _coded(reach: Reach, values: Values, row: Framework | None) -> Iterator[tuple[str, tuple[object, str]]]:
-    """The keyword arguments that the script gives to a framework, as numbers and texts, or as settings."""
+    """Yields the keyword arguments that the script gives to a framework: numbers, texts or settings."""
     for site in (use for name in (row.uses if row is not None else ()) for use in reach.by_name.get(name, [])):
         for keyword in site.call.keywords:
             parts = values.resolve(keyword.value, site.scope)[0]
@@ -283,7 +282,7 @@ def _coded(reach: Reach, values: Values, row: Framework | None) -> Iterator[tupl
 
 
 def _checkpoint(saves: Saves, values: Values, row: Framework | None) -> CheckpointFacts | None:
-    """The checkpoint that a resume needs, with other files saved beside it; None if the code names none."""
+    """The checkpoint that a resume needs, and the files saved beside it; None if the code names no checkpoint."""
     if row is not None and not row.named and row.each and not any(save.score >= 6 for save in saves.found):
         return None
     for chosen in saves.found:
@@ -291,7 +290,7 @@ def _checkpoint(saves: Saves, values: Values, row: Framework | None) -> Checkpoi
         if place is None or chosen.score < 1.5 or (row is not None and row.format and not row.named):
             continue
         if not chosen.is_inside_loop and chosen.cadence is None and "{" not in place.name:
-            continue  # a save that comes only at the end
+            continue  # the script saves this only at its end
         saved_names = [place.name]
         for other in saves.found if "{" in place.name else ():
             beside = pattern(other, values)
@@ -307,7 +306,7 @@ def _place(pattern: Pattern) -> tuple[object, ...]:
 
 
 def _goes_with(chosen: CodeSave, other: CodeSave) -> bool:
-    """Whether two saves belong to one checkpoint: in the same file, and equally often."""
+    """Whether two saves belong to one checkpoint: the code makes them in the same file, and equally often."""
     if chosen.is_folder or other.is_folder or other.score < chosen.score - 1:
         return False
     return chosen.cadence == other.cadence and chosen.site.scope.file == other.site.scope.file
@@ -316,7 +315,7 @@ def _goes_with(chosen: CodeSave, other: CodeSave) -> bool:
 def _total(
     reach: Reach, values: Values, chosen: CodeSave | None, row: Framework | None, coded: dict[str, tuple[object, str]]
 ) -> Span | None:
-    """How long the script trains: by the typed command, else by the bounds of its loops, else by names of settings."""
+    """How long the script trains: by the typed command, or else by its loops, or else by settings with usual names."""
     spans = list(_bounds(reach, values, chosen))
     bounding = {span.setting.name for span in spans if span.setting is not None}
     named = _named_total(values.settings, row, coded)
@@ -351,8 +350,8 @@ def _bounds(reach: Reach, values: Values, chosen: CodeSave | None) -> Iterator[S
 
 
 def _ends(values: Values, loop: ast.stmt, site: Site) -> Iterator[tuple[Kind, ast.expr, ast.expr | None]]:
-    """The bounds of a loop (its range, its condition, or what leaves it), each with what the loop counts and where it
-    begins.
+    """Yields each bound of a loop (its range, its condition, or a test that leaves it), what the loop counts, and where
+    the count begins.
     """
     kind = loop_unit(values, loop, site.scope)
     if isinstance(loop, ast.For) and kind in ("step", "epoch"):
@@ -376,7 +375,7 @@ def _ends(values: Values, loop: ast.stmt, site: Site) -> Iterator[tuple[Kind, as
 
 
 def _named_total(settings: ScriptSettings, row: Framework | None, coded: dict[str, tuple[object, str]]) -> Span | None:
-    """The length by settings' names, the framework's first."""
+    """The length by settings with usual names; the framework's names come first."""
     spans: list[Span] = []
     kinds: tuple[tuple[Kind, tuple[str, ...], tuple[str, ...]], ...] = (
         ("step", row.steps if row else (), STEPS), ("epoch", row.epochs if row else (), EPOCHS),
@@ -393,7 +392,7 @@ def _named_total(settings: ScriptSettings, row: Framework | None, coded: dict[st
 
 
 def _read_calls(facts: ScriptFacts, reach: Reach) -> None:
-    """Facts from single calls: signals, process groups, trainers that start over, W&B."""
+    """Adds facts that single calls show: signals, process groups, trainers that start over, W&B."""
     is_trainers = facts.framework is not None and facts.framework.format == "hf-trainer"
     for site in reach.sites:
         written = [ast.unparse(argument) for argument in site.call.args[:2]]

@@ -1,5 +1,5 @@
-"""Evaluates a trial: which files are checkpoints, which lines give the step, what a signal did, and whether the script
-resumes.
+"""Evaluates a trial: which files are checkpoints, which printed lines give the step, what the script did on a signal,
+and whether it resumes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gpufleet.job.contract.commit import Commit
 from gpufleet.job.kind.command import CommandCheckpoint, CommandConfig, Every, Progress, Unit
 
 _INTEGER = re.compile(r"(?<![\w.])\d{1,3}(?:,\d{3})+(?![\w.])|(?<![\w.,])\d+(?![\w]|\.\d|,\d)")
-_OF_ONE_START = re.compile(  # a time or a number of starts, in the name of a folder that each start makes
+_OF_ONE_START = re.compile(  # a time, or a number of starts: in the name of a folder that each start makes anew
     r".*\d{8}.*|.*\d{4}-\d\d-\d\d.*|.*\d{4}_\d{6}.*|.*\d\d[-:_]\d\d[-:_]\d\d.*|(?<=[_-])\d+$|(?<=^exp)\d*$"
 )
 # for example Epoch [3/10]
@@ -40,18 +40,18 @@ _COUNTS = re.compile(r"step|iter|epoch|\bit\b|batch", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenCheckpoint:
-    """What one checkpoint is, by its files. `top`: `checkpoints`, or `code` for a checkpoint below the command's
+    """A checkpoint, as its files show it. `top` is `checkpoints`, or `code` if the checkpoint lies in the command's own
     folder.
     """
 
-    name: str  # with {step} or {epoch}; without these, each save rewrites the checkpoint
+    name: str  # with {step} or {epoch}; if it has neither, each save rewrites the checkpoint
     folder: str  # the folder below `top`; empty or a dot for `top` itself
     top: str
     unit: Unit
     every: int | None
     complete: str
     bytes: int
-    files: tuple[str, ...]  # files below the folder, in the order of writing
+    files: tuple[str, ...]  # files below the folder, in the order in which they were written
     evidence: str
 
     @property
@@ -59,7 +59,7 @@ class SeenCheckpoint:
         return "{" not in self.name
 
     def config(self, lines: Sequence[str]) -> CommandConfig:
-        """The config by which a node would know the command."""
+        """The command's config, as a node would get it."""
         every = Every(epochs=self.every) if self.unit == "epoch" else Every(steps=self.every)
         checkpoint = CommandCheckpoint(each=(self.name,), complete=self.complete, every=every)
         return CommandConfig(checkpoint=checkpoint, progress=Progress(stdout=tuple(lines)))
@@ -71,24 +71,24 @@ class TrialFindings:
 
     checkpoint: SeenCheckpoint | None = None
     line: PrintedLine | None = None  # a form of line that was printed repeatedly
-    read: tuple[str, ...] = ()  # patterns of the code or its framework that printed lines matched
+    read: tuple[str, ...] = ()  # those patterns of the code or its framework that match a printed line
     goes_on: bool | None = None
     resume_evidence: str = ""
     saves_on_signal: bool | None = None
     signal_evidence: str = ""
     output: list[str] = field(default_factory=list)  # the first start's lines
-    # milliseconds of a step and of an epoch, by the first start's lines
+    # milliseconds of a step and of an epoch, measured by the first start's lines
     took_ms: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The patterns that give the position: patterns of the code precede a form that merely came repeatedly."""
+        """The patterns that give the position: those of the code, or else the form of a line that came repeatedly."""
         return self.read or ((self.line.regex,) if self.line is not None else ())
 
     def places(self, watch: TrialRun) -> list[tuple[float, Position]]:
-        """The positions in a start's lines, with their times."""
+        """The positions that a start's lines give, with their times."""
         patterns = Patterns(self.patterns)
         read = ((at, patterns.read(line)) for at, line in watch.lines)
         places = ((at, reading.place) for at, reading in read if reading is not None)
@@ -96,7 +96,7 @@ class TrialFindings:
 
 
 def with_seen(facts: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) -> None:
-    """Replaces facts of the code by facts of the trial. `out`: the setting that told the command where to save."""
+    """Replaces facts of the code by facts of the trial. `out`: the setting that gave the trial its output folder."""
     row, checkpoint = facts.framework, seen.checkpoint
     if checkpoint is not None:
         place = Pattern(checkpoint.name, folder=posixpath.relpath(checkpoint.folder or ".", facts.start.folder or "."))
@@ -108,7 +108,7 @@ def with_seen(facts: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) 
                 checkpoint.name, out, folder=folder, in_checkpoints=not out and not folder, is_whole_path=is_path
             )
         cadence = facts.checkpoint.cadence if facts.checkpoint is not None else None
-        if trying.every:  # the trial asked for more frequent saves than the code would make
+        if trying.every:  # the trial's interval between saves is shorter than that of the code
             cadence = cadence or Span(unit=checkpoint.unit, setting=facts.settings.find(trying.every))
         elif checkpoint.every:
             cadence = Span(unit=checkpoint.unit, count=checkpoint.every, where="in the trial")
@@ -135,13 +135,13 @@ def with_seen(facts: ScriptFacts, seen: TrialFindings, out: str, trying: Trial) 
 
 
 def _are_of(names: tuple[str, ...], checkpoint: SeenCheckpoint) -> bool:
-    """Whether names in the code match the files that came."""
+    """Whether names in the code match the checkpoint's files."""
     read = Names(CommandConfig(checkpoint=CommandCheckpoint(each=names)))
     return checkpoint.rewritten != ("{" in names[0]) and all(read.match(file) for file in checkpoint.files)
 
 
 def _total(output: Sequence[str]) -> Span | None:
-    """How long the script trains, by lines with the total of epochs, or else of steps."""
+    """How long the script trains: the total of epochs in its lines, or else the total of steps."""
     totals = [(match[1].lower(), int(match[2])) for line in output if (match := _OF_ALL.search(line))]
     for unit in ("epoch", "step", "iter", "iteration"):
         counts = [count for word, count in totals if word == unit]
@@ -174,7 +174,7 @@ def _take_lines(facts: ScriptFacts, seen: TrialFindings) -> None:
 
 
 def learn(seen: TrialFindings, first: TrialRun, patterns: Sequence[str]) -> None:
-    """Adds the findings of the first start. `patterns`: the patterns of lines that the code or its framework gives."""
+    """Adds the findings of the first start. `patterns`: the patterns of printed lines by the code or its framework."""
     if why := failure(first):
         seen.problems.append(f"the command {why}")
     counters = _counters(first)
@@ -186,13 +186,13 @@ def learn(seen: TrialFindings, first: TrialRun, patterns: Sequence[str]) -> None
     seen.checkpoint = _checkpoint(seen, first, counters)
     if seen.checkpoint is None and not seen.problems:
         ended = "the command ended by itself, and " if first.code == 0 and first.signalled_at is None else ""
-        seen.problems.append(f"{ended}no checkpoint appeared: nothing was written twice, or under names that count")
+        seen.problems.append(f"{ended}no checkpoint appeared: no file was written twice, and no names count upwards")
     if first.signalled_at is not None:
         _take_signal(seen, first, first.signalled_at)
 
 
 def _took_ms(places: Sequence[tuple[float, Position]]) -> Iterator[tuple[Unit, float]]:
-    """Milliseconds per unit: between the first position and the first time of the last one."""
+    """Milliseconds per unit: from the first position to the moment at which the last position was first printed."""
     for unit in get_args(Unit):
         first_at = {count: at for at, place in reversed(places) if (count := _count(place, unit)) is not None}
         if (count := max(first_at, default=0) - min(first_at, default=0)) > 0:
@@ -200,7 +200,7 @@ def _took_ms(places: Sequence[tuple[float, Position]]) -> Iterator[tuple[Unit, f
 
 
 def failure(watch: TrialRun) -> str:
-    """Why a start failed by itself, as text; empty if it did not fail."""
+    """How a start failed by itself; empty if it did not fail."""
     if watch.code in (None, 0) or watch.signalled_at is not None:
         return ""
     cause = CauseOfEnd()
@@ -212,7 +212,7 @@ def failure(watch: TrialRun) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Counter:
-    """A number in a form of line that goes up, with the times of its values."""
+    """A number that goes up in lines of the same form, with the times of its values."""
 
     place: int
     told: tuple[tuple[float, int], ...]
@@ -229,12 +229,12 @@ class _Counter:
 
 
 def _counters(watch: TrialRun) -> list[_Counter]:
-    """The numbers that go up from line to line, the training's likeliest first."""
+    """The numbers that go up from line to line; the most likely count of the training comes first."""
     values: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
     samples: dict[str, str] = {}
     for at, line in watch.lines:
         form = re.sub(r"[-+]?[\d.,]+(e[-+]?\d+)?|\bnan\b|\binf\b|[█▏▎▍▌▋▊▉#━╸╺─]+", "#", line)
-        form = re.sub(r"\s+", "", form)[:200]  # numbers are aligned in columns
+        form = re.sub(r"\s+", "", form)[:200]  # without blanks, because they vary where numbers are aligned in columns
         samples.setdefault(form, line)
         for place, match in enumerate(_INTEGER.finditer(line)):
             values[form, place].append((at, int(match[0].replace(",", ""))))
@@ -257,7 +257,7 @@ def _counters(watch: TrialRun) -> list[_Counter]:
 
 
 def _as_pattern(counter: _Counter) -> PrintedLine | None:
-    """A line as a regular expression; None if the expression does not match this line."""
+    """The counter's line as a regular expression; None if the expression would not match this line."""
     line, match = counter.sample, counter.match
     if bar := re.search(r"^(.*?)\d+%\|[^|]*\| *\d+/\d+ \[", line):
         regex = _escaped(bar[1]) + BAR.format(count="step", total="total")
@@ -276,7 +276,7 @@ def _as_pattern(counter: _Counter) -> PrintedLine | None:
 
 
 def _escaped(text: str) -> str:
-    """Literal text of a line, in which numbers and blanks may vary."""
+    """A regular expression for the text of a line, in which numbers and blanks may vary."""
     regex = ""
     for part in filter(None, re.split(r"(\s+|\d[\d.,:]*)", re.sub(r"[█▏▎▍▌▋▊▉━╸╺─]+", "#", text))):
         regex += (
@@ -290,7 +290,7 @@ def _escaped(text: str) -> str:
 
 
 def _checkpoint(seen: TrialFindings, watch: TrialRun, counters: list[_Counter]) -> SeenCheckpoint | None:
-    """The kind of file that appeared or was rewritten repeatedly and is not a log."""
+    """The checkpoint: files that appeared or were rewritten repeatedly, and are not logs."""
     until = (watch.signalled_at or float("inf")) + LEAVES_S
     kinds: dict[str, list[Written]] = defaultdict(list)
     for written in watch.writes:
@@ -308,8 +308,8 @@ def _checkpoint(seen: TrialFindings, watch: TrialRun, counters: list[_Counter]) 
 def _as_checkpoint(
     seen: TrialFindings, writes: list[Written], watch: TrialRun, counters: list[_Counter]
 ) -> SeenCheckpoint | None:
-    """The checkpoint that the files of `writes` are: one file or folder that is rewritten, or several whose names count
-    upwards; None if the files are neither.
+    """The checkpoint that the files of `writes` form: one file or folder that is rewritten, or several whose names
+    count upwards; None if they form neither.
     """
     top, files = writes[0].name.partition("/")[0], [written.name.partition("/")[2] for written in writes]
     name, numbers, unit, complete = files[0], list[int](), "step", ""
@@ -334,7 +334,7 @@ def _as_checkpoint(
     fixed = next((index for index, part in enumerate(parts) if re.search(r"[{*]", part)), len(parts) - 1)
     fixed = fixed if top == "code" else 0
     every = _interval(list(dict.fromkeys(numbers)))
-    if "{" not in name:  # such a file may be written only after an improvement, at no interval
+    if "{" not in name:  # a rewritten file has no interval: it may be written only after an improvement
         reached = max((_count(place, unit) or 0 for _, place in seen.places(watch)), default=0)
         every = every if every and len(numbers) > 2 and reached < numbers[-1] + 2 * every else None
     came = ", ".join(list(dict.fromkeys(files))[:3]) if len(set(files)) > 1 else f"written {len(writes)} times"
@@ -364,7 +364,7 @@ def _interval(numbers: list[int]) -> int | None:
 
 
 def _files_of_each(writes: list[Written], watch: TrialRun, name: str) -> dict[str, dict[str, Written]]:
-    """The files of each checkpoint that is a folder, by their names in that folder."""
+    """For each checkpoint that is a folder: its files, by their names in the folder."""
     level, by_folder = name.count("/"), defaultdict[str, dict[str, Written]](dict)
     kinds = {re.sub(r"\d+", "#", "/".join(written.name.split("/")[: level + 1])) for written in writes}
     for written in watch.writes:
@@ -375,7 +375,7 @@ def _files_of_each(writes: list[Written], watch: TrialRun, name: str) -> dict[st
 
 
 def _bytes(writes: list[Written], watch: TrialRun, name: str) -> int:
-    """The bytes of one checkpoint: its file, or all files of its folder."""
+    """The size of one checkpoint in bytes: of its file, or of all files in its folder."""
     if not name.endswith("/"):
         return max(written.bytes for written in writes)
     return max(
@@ -384,7 +384,7 @@ def _bytes(writes: list[Written], watch: TrialRun, name: str) -> int:
 
 
 def _written_last(writes: list[Written], watch: TrialRun, name: str) -> str:
-    """The file that came last in each of the checkpoint's folders; empty if the folders differ."""
+    """The file that was written last in every one of the checkpoints' folders; empty if the folders differ."""
     folders = _files_of_each(writes, watch, name).values() if name.endswith("/") else ()
     names = {max(files, key=lambda file: files[file].at) for files in folders}
     return names.pop() if len(names) == 1 and len(folders) > 1 else ""
@@ -406,8 +406,8 @@ def _are_epochs(
 
 
 def _take_signal(seen: TrialFindings, first: TrialRun, signalled_at: float) -> None:
-    """Adds a save after a signal if a process catches the signal. Otherwise the save had begun before, and may be cut
-    off by the end of the process.
+    """Adds what came after the signal. A save counts only if a process catches the signal: otherwise the save had begun
+    before, and the end of the process may cut it off.
     """
     ended = f"was still there {LEAVES_S:.0f} s later" if first.code is None else f"ended with exit code {first.code}"
     later = [
@@ -418,12 +418,12 @@ def _take_signal(seen: TrialFindings, first: TrialRun, signalled_at: float) -> N
         seen.signal_evidence = f"in the trial: after SIGTERM it wrote {Path(later[0].name).name} and {ended}"
     elif first.code is not None:
         seen.saves_on_signal = False
-        why = "wrote nothing" if first.catches else "dies of it, as nothing in it catches it,"
+        why = "wrote nothing" if first.catches else "dies of it, because nothing in the script catches it,"
         seen.signal_evidence = f"in the trial: on SIGTERM it {why} and {ended}"
 
 
 def resume_check(seen: TrialFindings, first: TrialRun, restored: FoundCheckpoint) -> ResumeCheck | None:
-    """The check of the second start, as on a node. None if no line or name gave the start's position."""
+    """The check that a node makes of a resume, for the second start; None if no line or name gave the position."""
     assert seen.checkpoint is not None
     places = seen.places(first)
     by_then = [place for at, place in places if at <= restored.first_written + 0.05]

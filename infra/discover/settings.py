@@ -1,7 +1,7 @@
 """The settings of a script: from its parser, its dataclasses, its configuration files, and the typed command.
 
-A setting knows its form on the command line, so that a command can be told where to save. A setting that exists only in
-a file has no such form.
+Each setting has its form on the command line, by which `gpufleet new` sets, for example, the output folder. A setting
+that exists only in a file has no such form.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gpufleet.infra.discover.source import CodeFolder
 from gpufleet.infra.discover.start import StartedProgram, parts
 
 CONFIG = re.compile(r".*\.(ya?ml|toml|json|py)")
-# How libraries declare settings: the called function, which argument of the call has the settings, and the form of a
-# setting on the command line ({-name} for libraries that write - for _).
+# How libraries declare settings: the called function, the argument of the call that holds the settings, and the form of
+# a setting on the command line ({-name} for libraries that write - for _).
 _PARSERS = tuple(
     (re.compile(callee), kind, form)
     for callee, kind, form in (
@@ -38,8 +38,9 @@ _PARSERS = tuple(
         (r"(.*\.)?(HParams|(Simple)?Namespace|EasyDict|AttrDict|CfgNode)", "keywords", ""),
     )
 )
-# Calls after which the command line sets configuration files' values, by name.
+# By name, the calls after which the command line can override values of configuration files, and the form of that.
 _OVERRIDES = {"from_cli": "{name}={}", "merge_from_args": "--{name}={}", "parse_args_and_config": "--{name} {}"}
+_YACS = ("CfgNode", "CN")
 _ARITHMETIC = {ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.sub, ast.Pow: operator.pow}
 
 
@@ -48,24 +49,25 @@ class Setting:
     """One setting of the script."""
 
     name: str  # the name with _ for -, and with dots: trainer.max_steps
-    form: str  # the form on a command line: "--max-steps {}", "trainer.max_steps={}"; empty: only in a file
+    form: str  # the form on a command line: "--max-steps {}", "trainer.max_steps={}"; empty if only a file can set it
     default: object = None
     is_flag: bool = False  # the option takes no value
     where: str = ""
     others: tuple[str, ...] = ()  # the option's other names: -n
     is_truth: bool = False  # the option takes true or false
-    is_positional: bool = False  # a positional argument
+    is_positional: bool = False
     is_environment: bool = False  # an environment variable, written before the command
+    is_of_file: bool = False  # a value of a configuration file, which precedes the default in the code
     typed: str | None = None  # the setting's value in the typed command
 
     @property
     def value(self) -> object:
-        """The setting's value: the typed one precedes the default."""
+        """The setting's value in the typed command, or else its default."""
         return self.default if self.typed is None else _plain(self.typed)
 
     @property
     def count(self) -> int | None:
-        """The setting's value as a number of steps or epochs; None if the value is no such number."""
+        """The setting's value as a number of steps or epochs; None if it is not a positive whole number."""
         value = self.value
         is_count = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e12
         return int(value) if is_count and value == int(value) else None  # type: ignore[call-overload]
@@ -77,7 +79,7 @@ class Setting:
 
     @property
     def place(self) -> str:
-        """The place of the value in the code."""
+        """The place of the value: in the code, or in the typed command."""
         return self.where if self.typed is None else "your command"
 
     def with_value(self, value: object) -> str:
@@ -86,17 +88,30 @@ class Setting:
 
 
 class ScriptSettings:
-    """All settings by name, also settings that a typed command has and nothing declares."""
+    """All settings by name, including settings of the typed command that no code declares."""
 
     def __init__(self, declared: Iterable[Setting], start: StartedProgram) -> None:
         self._by_name: dict[str, Setting] = {}
         for setting in declared:
-            self._by_name.setdefault(setting.name, setting)
+            there = self._by_name.setdefault(setting.name, setting)
+            if setting.is_of_file and not there.is_of_file:
+                of_file = replace(there, default=setting.default, where=setting.where, is_of_file=True)
+                self._by_name[setting.name] = replace(of_file, form=setting.form or there.form)
         self._take_typed(list(start.words), start.environment)
 
     def find(self, name: str) -> Setting | None:
-        """The setting of this name, or the only setting whose name ends with `name`; None without one."""
-        name = name.replace("-", "_")
+        """The setting of this name, or the only setting whose name ends with `name`; None without one. A value of a
+        file, `OUTPUT`, is set by the option of that name, `--output`, if there is one.
+        """
+        there = self._find(name.replace("-", "_"))
+        if there is None or there.form:
+            return there
+        option = self._by_name.get(there.name.rpartition(".")[2].lower())
+        if option is None or not option.form:
+            return there
+        return replace(option, default=there.default, where=there.where)
+
+    def _find(self, name: str) -> Setting | None:
         if name in self._by_name:
             return self._by_name[name]
         last = [setting for key, setting in self._by_name.items() if key.rpartition(".")[2] == name.rpartition(".")[2]]
@@ -108,7 +123,7 @@ class ScriptSettings:
         )
 
     def several(self, names: Iterable[str]) -> list[Setting]:
-        """The settings of these names, in any case of letters; typed ones first."""
+        """The settings of these names, whatever the case of their letters; those in the typed command come first."""
         by_lower: dict[str, Setting] = {}
         for key, setting in self._by_name.items():
             by_lower.setdefault(key.lower(), setting)
@@ -117,7 +132,7 @@ class ScriptSettings:
         return sorted(there, key=lambda setting: setting.typed is None)
 
     def first(self, names: Iterable[str]) -> Setting | None:
-        """The first setting of these names; None without one."""
+        """The first of `several`; None if there is none."""
         return next(iter(self.several(names)), None)
 
     def _take_typed(self, words: list[str], environment: Iterable[str]) -> None:
@@ -147,8 +162,8 @@ class ScriptSettings:
 
 
 def declared(reach: Reach, start: StartedProgram, overrides: str = "") -> Iterator[Setting]:
-    """The settings that the reached code declares, and the settings in files that the command names. `overrides`: how
-    the command line sets a file's values, such as `--{name} {}`; empty if no way to set them was found.
+    """Yields the settings that the reached code declares, and the settings in files that the command names. `overrides`
+    is the form in which the command line overrides a file's value, such as `--{name} {}`; empty if no form is known.
     """
     style = overrides
     for site in reach.sites:
@@ -179,6 +194,9 @@ def declared(reach: Reach, start: StartedProgram, overrides: str = "") -> Iterat
     named = [file for file in files if CONFIG.fullmatch(file) and file in reach.folder.files and file != reach.entry]
     for file in dict.fromkeys((*named, *([reach.entry] if "merge_from_args" in reach.by_name else []))):
         yield from of_file(reach.folder, file, style)
+    for site in (site for name in _YACS for site in reach.by_name.get(name, [])):
+        if not site.scope.functions and not site.call.args:  # _C = CfgNode(), whose values the lines after it set
+            yield from of_file(reach.folder, site.scope.file, "")
     read_at = text[: text.find("configurator")].count("\n") + 1
     for name, values in reach.names(reach.entry).assigned.items() if is_globals else ():
         if (value := literal(values[0])) is not None and values[0].lineno < read_at:
@@ -212,7 +230,7 @@ def _of_call(reach: Reach, site: Site, kind: str, form: str) -> Iterator[Setting
 
 
 def _constant(reach: Reach, site: Site, position: int) -> object:
-    """A default's value in a call: a value written in the call, or a constant of the folder's code."""
+    """The value of a default in a call: a literal, or a constant of the folder's code."""
     value = site.argument(position, "default")
     if isinstance(value, ast.Name) and (symbol := reach.symbol(site.scope.file, value.id)) and symbol[1] is None:
         assigned = reach.names(symbol[0]).assigned.get(value.id, [])
@@ -245,7 +263,7 @@ def _option(reach: Reach, site: Site) -> Iterator[Setting]:
 
 
 def _typed(key: str, annotation: ast.expr | None, default: ast.expr | None, where: str, form: str) -> Setting:
-    """A setting that a field or a parameter declares."""
+    """The setting that a field or a parameter declares."""
     parts = [part for part in (default, annotation) if part is not None]
     words = [e.value for p in parts for e in walk(p) if isinstance(e, ast.Constant) and str(e.value).startswith("--")]
     hyphened = "{-name}" in form
@@ -292,7 +310,7 @@ def _is_dataclass(reach: Reach, file: str, name: str) -> bool:
 
 
 def _parameters(function: Function, file: str, form: str) -> Iterator[Setting]:
-    """The parameters of a function that is a program."""
+    """The parameters of a function that a library turns into a command line."""
     arguments, more = function.args.args, function.args
     defaults = [*[None] * (len(arguments) - len(more.defaults)), *more.defaults, *more.kw_defaults]
     for argument, default in zip([*arguments, *more.kwonlyargs], defaults, strict=True):
@@ -304,7 +322,7 @@ def _names_in(nodes: Iterable[ast.AST | None]) -> Iterator[str]:
         if isinstance(expr, ast.Name):
             yield expr.id
         elif isinstance(expr, ast.Constant) and isinstance(expr.value, str):
-            yield from re.findall(r"[A-Za-z_]\w*", expr.value)  # an annotation in quotes
+            yield from re.findall(r"[A-Za-z_]\w*", expr.value)  # the annotation is in quotes
 
 
 def of_file(folder: CodeFolder, name: str, style: str, prefix: str = "") -> Iterator[Setting]:
@@ -319,17 +337,18 @@ def of_file(folder: CodeFolder, name: str, style: str, prefix: str = "") -> Iter
         elif name.endswith(".toml"):
             add("", tomllib.loads(folder.text(name)))
         else:
-            add("", yaml.compose(folder.text(name), Loader=yaml.SafeLoader))  # with any tags
+            add("", yaml.compose(folder.text(name), Loader=yaml.SafeLoader))  # unlike load, it accepts unknown tags
     except (yaml.YAMLError, tomllib.TOMLDecodeError):
         return
     for key, value, line in pairs:
         form = style.replace("{name}", prefix + key)
         where = f"{name}:{line}" if line else name
-        yield Setting(name=(prefix + key).replace("-", "_"), form=form, default=value, where=where)
+        name_there = (prefix + key).replace("-", "_")
+        yield Setting(name=name_there, form=form, default=value, where=where, is_of_file=True)
 
 
 def _add_values(pairs: list[tuple[str, object, int]], above: str, value: object) -> None:
-    """Adds the values nested in a value of a file, by dotted name, with their lines; 0 if not known."""
+    """Adds each value nested in a file's value as (dotted name, value, line); the line is 0 if unknown."""
     items: Iterable[tuple[object, object]] = ()
     match value:
         case yaml.MappingNode():
@@ -366,7 +385,7 @@ def _hydra(reach: Reach, site: Site, start: StartedProgram) -> Iterator[Setting]
 def _hydra_file(
     reach: Reach, folder: str, name: str, prefix: str, chosen: dict[str, str], depth: int
 ) -> Iterator[Setting]:
-    """The values of a configuration file; they override the values of the files that its `defaults` name."""
+    """The values of a configuration file, which override the values of the files that its `defaults` name."""
     name = posixpath.normpath(name)  # the folder is often "."
     if name not in reach.folder.files or depth > 6:
         return
@@ -396,7 +415,7 @@ def environment_key(call: ast.Call) -> str:
 
 
 def literal(value: ast.AST | None) -> object:
-    """The value of a plain expression, also of simple arithmetic; None for other expressions."""
+    """The value of a literal or of simple arithmetic; None for other expressions."""
     match value:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
             one, two = literal(left), literal(right)
@@ -415,7 +434,7 @@ def literal(value: ast.AST | None) -> object:
 
 
 def _plain(text: str) -> object:
-    """A typed value as a number or truth value, else as text."""
+    """A typed value as a number or a truth value if it is one; otherwise as text."""
     if re.fullmatch(r"[-+]?\d[\d_]*", text):
         return int(text)
     if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text, re.IGNORECASE):
@@ -424,7 +443,9 @@ def _plain(text: str) -> object:
 
 
 def with_setting(command: str, setting: Setting, value: object, part: int = -1) -> str:
-    """The command with this value of a setting, replacing an earlier one. `part`: the part that is meant."""
+    """The command with this value of a setting, which replaces an earlier one. `part`: the index of the program among
+    the command's parts.
+    """
     begin, end = list(parts(command))[part]
     before, after = command[:begin], command[end:]
     blanks = re.match(r"(\s*)(.*?)(\s*)$", command[begin:end], re.DOTALL)

@@ -5,34 +5,34 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-# Settings of torchrun, of `accelerate launch`, and of Lightning's trainers, which ask the environment for the rest.
+# Settings of torchrun, `accelerate launch` and Lightning's trainers; Lightning reads the rest from the environment.
 _NODES = r"nnodes|num[-_]machines|(?:trainer\.)?num[-_]nodes"
-# PyTorch's ImageNet example and the many scripts based on it start a node's processes themselves, and name the number
-# of nodes `world` and the node `rank`.
+# PyTorch's ImageNet example, and the many scripts based on it, start a node's processes themselves. There `world-size`
+# is the number of nodes, and `rank` is the number of the node.
 _SPAWNS = {r"world[-_]size": "{nodes}", "rank": "{node_rank}", r"dist[-_]url": "tcp://{master}:{port}"}
 _WORDS = {
     r"node[-_]rank|machine[-_]rank": "{node_rank}",
     r"master[-_]addr|main[-_]process[-_]ip|main[-_]address": "{master}",
     r"master[-_]port|main[-_]process[-_]port|main[-_]port": "{port}",
     r"rdzv[-_]endpoint": "{master}:{port}",
-    r"rdzv[-_]id": "{run}",  # $RANDOM differs on each node, and a job number may not be set
+    r"rdzv[-_]id": "{run}",  # the usual $RANDOM differs on each node, and a cluster's job number is not set here
 }
 _TORCHRUN = re.compile(r"\btorchrun\b|\btorch\.distributed\.(?:run|launch)\b")
 _PYTHON = re.compile(r"python3? (?=-m |[^-])")
 _DEEPSPEED = re.compile(r"(?<!\S)deepspeed (?!.*--no_ssh\b)")
-# Without ssh each node starts its own ranks; of the hosts in the file only their number and slots are read.
+# With --no_ssh each node starts its own ranks; DeepSpeed then reads only the number of hosts and their slots.
 _BY_DEEPSPEED = (
     "deepspeed --hostfile \"$(seq -f 'node-%g slots={gpus}' {nodes} > {state}/hosts; echo {state}/hosts)\" --no_ssh"
     " --node_rank {node_rank} --master_addr {master} --master_port {port} "
 )
 _STATIC = {"{node_rank}": "--node-rank {node_rank}", "{master}": "--master-addr {master} --master-port {port}"}
-# Lightning follows torchrun, and each of its processes then has a WORLD_SIZE, which shows that nodes met.
+# Lightning takes its ranks from torchrun. Each process then has WORLD_SIZE, by which gpufleet sees that the nodes met.
 _BY_TORCHRUN = f"torchrun --nnodes {{nodes}} {' '.join(_STATIC.values())} --nproc-per-node {{gpus}} "
 _BY_ENVIRONMENT = {"NODE_RANK": "{node_rank}", "MASTER_ADDR": "{master}", "MASTER_PORT": "{port}"}
 
 
 class SeveralNodes(NamedTuple):
-    """`command` for `nodes` nodes (0: its text does not say) in a definition's words, with its `environment`."""
+    """`command` as a definition has it, and its `environment`, for `nodes` nodes (0 if the text does not say)."""
 
     command: str
     nodes: int
@@ -40,8 +40,8 @@ class SeveralNodes(NamedTuple):
 
 
 def for_several(command: str, coded: object) -> SeveralNodes | None:
-    """`coded`: how many nodes the code gives its framework, if that is a number. Returns None if the command is for one
-    node.
+    """Converts the command; None if it is for one node. `coded`: the number of nodes that the code gives its framework,
+    if it is a number.
     """
     spawns = "--multiprocessing-distributed" in command
     match = _value(r"world[-_]size" if spawns else _NODES).search(command)

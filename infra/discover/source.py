@@ -1,6 +1,6 @@
 """Reads a folder of training code as it would be shipped: its files, their syntax trees, the file of each module.
-Nothing of the folder is run or imported. A file is parsed only when its tree is needed, so a large repository takes no
-longer than the files that are read.
+Nothing of the folder is run or imported. A file is parsed only when its tree is needed, so that a large repository
+costs no more time than the files that are needed.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Finding:
     """A fact in the code, with its place."""
 
     value: str
-    where: str  # for example train.py:42
+    where: str  # its place, such as train.py:42
 
 
 class CodeFolder:
-    """The files of a folder by name, without the files of installed packages and of `gpufleet init`. Raises
-    GpufleetError if `folder` is no folder.
+    """The files of a folder by name, except installed packages and what `gpufleet init` wrote. Raises GpufleetError if
+    `folder` is not a folder.
     """
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
-            raise GpufleetError(f"--code: {path} is no folder; name the one that holds your training script")
+            raise GpufleetError(f"--code: {path} is not a folder; name the folder that holds your training script")
         self.path = path
         self._trees: dict[str, ast.Module | None] = {}
 
@@ -49,7 +49,7 @@ class CodeFolder:
         return sorted(name for name in self.files if name.endswith(".py"))
 
     def text(self, name: str) -> str:
-        """The text of file `name`; empty if the file cannot be read, or is too large for code."""
+        """The text of file `name`; empty if the file cannot be read, or is too large to be code."""
         path = self.path / name
         try:
             return path.read_text(errors="replace") if path.stat().st_size <= MOST_BYTES else ""
@@ -57,7 +57,7 @@ class CodeFolder:
             return ""
 
     def tree(self, name: str) -> ast.Module | None:
-        """The syntax tree of file `name`; None if the file is no Python file of the folder, or cannot be parsed."""
+        """The syntax tree of file `name`; None if the folder has no such Python file, or it cannot be parsed."""
         if name not in self._trees:
             self._trees[name] = None
             if name in self.files:
@@ -66,8 +66,8 @@ class CodeFolder:
         return self._trees[name]
 
     def module(self, dotted: str, roots: tuple[str, ...]) -> str:
-        """The file of the module `dotted`; empty if the module is not in the folder. `roots`: the folders that Python
-        searches, in order, relative to this folder, which itself is "".
+        """The file of the module `dotted`; empty if the module is not in the folder. `roots`: the folders in which
+        Python searches, in this order; they are relative to this folder, which itself is "".
         """
         place = dotted.replace(".", "/")
         for root in roots:

@@ -1,6 +1,4 @@
-"""Finds what a command starts: through shell scripts, make, a Dockerfile, console scripts and launchers, down to one
-Python file.
-"""
+"""Finds the Python file that a command starts: through shell scripts, make, Dockerfiles, console scripts, launchers."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ PYTHON = re.compile(
     r"python(\d(\.\d+)?)?|pypy3?|ipython|torchrun|deepspeed|composer|accelerate|accelerate-launch|horovodrun|fabric"
 )
 _SHELL = ("sh", "bash", "zsh", "dash", "source", ".")
-_DEEP = 6  # levels of scripts that start scripts
-_BEFORE = {  # words that may stand before a program and start it
+_DEEP = 6  # most levels of scripts that start scripts
+_BEFORE = {  # programs that start the program named after them
     "env", "nohup", "time", "nice", "exec", "sudo", "uv", "run", "poetry", "pipenv", "pdm", "rye", "hatch", "conda",
     "micromamba", "mamba", "pixi", "xvfb-run", "srun", "numactl", "stdbuf", "mpirun", "mpiexec", "do", "then", "else",
 }  # fmt: skip
@@ -30,9 +28,9 @@ _BEFORE = {  # words that may stand before a program and start it
 class StartedProgram:
     """One program that a command starts."""
 
-    script: str = ""  # the file of the folder that Python runs; empty: none of its files
+    script: str = ""  # the file of the folder that Python runs; empty if it runs none
     function: str = ""  # a function in that file, if a console script names one
-    program: str = ""  # a program outside of the folder: yolo
+    program: str = ""  # a program from outside the folder, such as yolo
     launcher: str = ""  # torchrun, accelerate, ...
     is_module: bool = False
     folder: str = ""  # the program's working folder, below the code's folder
@@ -40,15 +38,15 @@ class StartedProgram:
     words: tuple[str, ...] = ()  # the words after the script or program
     environment: tuple[str, ...] = ()  # NAME=value before the program
     typed: str = ""  # the command that contains the program's words
-    part: int = -1  # index in `parts` of the typed command: python prepare.py && python train.py
-    through: tuple[str, ...] = ()  # files that lead to the program: run.sh:2
+    part: int = -1  # the program's index in `parts` of the typed command: 1 for b.py in `python a.py && python b.py`
+    through: tuple[str, ...] = ()  # places of the files that lead to the program, such as run.sh:2
     passes_on: bool = True  # whether words added to the typed command reach the program
     processes: str = ""  # processes per node, from the launcher's options: 8, gpu, {gpus}
 
 
 def starts(folder: CodeFolder, command: str) -> list[StartedProgram]:
-    """Every program that the command starts, programs of the folder first. Raises GpufleetError for a script that does
-    not exist, and for quotes that do not close.
+    """Every program that the command starts, programs of the folder first. Raises GpufleetError if a script does not
+    exist, or if a quote is not closed.
     """
     programs = list(_of_text(folder, command, StartedProgram(typed=command), 0))
     for program in programs:
@@ -59,7 +57,7 @@ def starts(folder: CodeFolder, command: str) -> list[StartedProgram]:
 
 
 def _of_text(folder: CodeFolder, text: str, at: StartedProgram, depth: int) -> Iterator[StartedProgram]:
-    """The programs that a shell's text starts, command by command."""
+    """The programs that a text starts in a shell, command by command."""
     text = re.sub(r"\\\n", " ", text)
     for number, (begin, end) in enumerate(parts(text)):
         line = text[begin:end].strip()
@@ -77,7 +75,7 @@ def _of_text(folder: CodeFolder, text: str, at: StartedProgram, depth: int) -> I
 
 
 def parts(text: str) -> Iterator[tuple[int, int]]:
-    """Start and end of each command in a shell's text: separators within quotes do not split a command."""
+    """Yields start and end of each command in a shell's text. Separators within quotes do not split a command."""
     quote, begin = "", 0
     for index, char in enumerate(text):
         if quote:
@@ -137,7 +135,7 @@ def _of_words(folder: CodeFolder, words: list[str], at: StartedProgram, depth: i
 
 
 def _of_python(folder: CodeFolder, launcher: str, words: list[str], at: StartedProgram) -> Iterator[StartedProgram]:
-    """The script that a Python or a launcher starts: the first word that is a file, or the module after -m."""
+    """The script that Python or a launcher starts: the first word that is a file, or the module after -m."""
     launcher = "" if launcher.startswith(("python", "pypy", "ipython")) else launcher.removesuffix("-launch")
     for index, word in enumerate(words):
         rest = words[index + 1 :]
@@ -163,7 +161,7 @@ def _of_python(folder: CodeFolder, launcher: str, words: list[str], at: StartedP
 
 
 def _script(folder: CodeFolder, name: str, words: list[str], at: StartedProgram) -> StartedProgram:
-    """A file of the folder with its words; Python first looks for imports beside this file."""
+    """The started file with its words. Python first looks for imports beside this file."""
     beside = () if at.is_module else (posixpath.dirname(name),)
     return replace(at, script=name, words=tuple(words), roots=tuple(dict.fromkeys((*beside, *at.roots, at.folder))))
 
@@ -174,7 +172,7 @@ def _processes(words: list[str]) -> str:
 
 
 def _joined_path(folder: str, name: str) -> str:
-    """A path as typed, relative to the code's folder."""
+    """A typed path, made relative to the code's folder."""
     return posixpath.normpath(posixpath.join(folder, name)).removeprefix("./") if name not in ("", ".") else folder
 
 
@@ -200,7 +198,7 @@ def _of_script(
 
 
 def _numbered(text: str) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers; continued lines are joined."""
+    """Yields lines with their numbers; continued lines are joined."""
     number, held = 0, ""
     for index, line in enumerate(text.splitlines(), 1):
         number = number or index
@@ -257,7 +255,7 @@ def _of_makefile(
 
 
 def dockerfile_command(folder: CodeFolder) -> str:
-    """The command that the image of the folder's Dockerfile starts, for a shell; empty without one."""
+    """The command that the folder's Dockerfile starts, as a shell's text; empty if there is none."""
     instructions = {}
     for _, line in _numbered(folder.text("Dockerfile")):
         if match := re.match(r"\s*(CMD|ENTRYPOINT)\s+(.*)", line):
@@ -269,7 +267,7 @@ def dockerfile_command(folder: CodeFolder) -> str:
 
 
 def _console_scripts(folder: CodeFolder) -> dict[str, str]:
-    """Programs that installing the folder creates, with `module:function`."""
+    """Programs that the folder creates when it is installed as a package, each with its `module:function`."""
     texts = [folder.text(name) for name in ("pyproject.toml", "setup.cfg", "setup.py")]
     lines = (line.strip(" \t,'\"") for text in texts for line in re.split(r"[\n\[\]]", text))
     matches = (re.fullmatch(r"(?:scripts\.)?([\w.-]+)[\"']?\s*=\s*[\"']?([\w.]+:[\w.]+)", line) for line in lines)

@@ -1,4 +1,4 @@
-"""Writes the definition file for a folder of training code: the facts with their places, and what was not found."""
+"""Writes the definition file for a folder of training code: facts with their places, and marks for what is unknown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gpufleet.infra.inputs.code import ENVIRONMENTS
 from gpufleet.job.kind.command import FORMATS, INPUT, SAVE_INTERVALS, Format
 
 IMAGE = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
-REHEARSED_STEPS, REHEARSED_EVERY = 60, 10  # a fast script needs more steps; its rehearsal says how many
+REHEARSED_STEPS, REHEARSED_EVERY = 60, 10  # if a script is so fast that it needs more, its rehearsal says how many
 REHEARSED_EPOCHS, REHEARSED_EPOCH_STEPS = 6, 10
 BY_GPUS = {1: "g6e.2xlarge", 4: "g6e.12xlarge", 8: "g6e.48xlarge"}  # L40S with 48 GB each
 _HF_ON_CPU = ("--use_cpu true", "--report_to none")
@@ -48,7 +48,7 @@ class Draft:
     text: str = ""
     known: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    out: str = ""  # the setting that tells the command where to save
+    out: str = ""  # the setting for the output folder
     trial: Trial | None = None
 
 
@@ -57,15 +57,17 @@ class Trial:
     """The trial of `gpufleet new --try`: the command, small enough for a CPU but long enough to be watched."""
 
     command: str
-    resume: str = ""  # words that the second start gets, with {checkpoint}, {step} and {epoch}
+    resume: str = ""  # words added to the command of the second start, with {checkpoint}, {step} and {epoch}
     workdir: str = ""  # the working folder, as job.workdir would name it
     environment: dict[str, str] = field(default_factory=dict)
-    lines: tuple[str, ...] = ()  # patterns of lines with the script's position, from the code and its framework
+    lines: tuple[str, ...] = ()  # patterns of lines that give the position, from the code and its framework
     every: str = ""  # the setting that makes the command save more often than usual
 
 
 def draft(name: str, facts: ScriptFacts, *, folder: str, command: str = "", modeline: str = "") -> Draft:
-    """A definition. `folder`: the code's, relative to the project; `modeline`: for editors, or empty."""
+    """Writes a definition. `folder`: the folder of the code, relative to the project; `modeline`: a comment for
+    editors, or empty.
+    """
     writer = _Writer(facts)
     typed = command or facts.start.typed
     if not command and facts.joins:
@@ -131,8 +133,8 @@ def draft(name: str, facts: ScriptFacts, *, folder: str, command: str = "", mode
 
 
 def loadable(made: Draft, name: str) -> Draft:
-    """The draft in a form that loads: a value that the loader refuses becomes a comment marked CHECK, with the allowed
-    values. Raises GpufleetError if that does not help.
+    """Makes the draft load: a value that the loader refuses becomes a comment marked CHECK, with the allowed values.
+    Raises GpufleetError if the draft still does not load.
     """
     lines = made.text.splitlines()
     with tempfile.TemporaryDirectory() as folder:
@@ -148,7 +150,7 @@ def loadable(made: Draft, name: str) -> Draft:
                 if bad is None:
                     problems = "; ".join(map(str, error.problems[:3]))
                     raise GpufleetError(
-                        f"the facts in the code give a definition that does not load, so none is written: {problems}"
+                        f"the facts in the code give a definition that does not load, so no file is written: {problems}"
                     ) from None
                 made.unknown.append(f"{bad.path}: {bad.value!r} does not load; allowed: {bad.allowed}")
             else:
@@ -157,8 +159,8 @@ def loadable(made: Draft, name: str) -> Draft:
 
 
 def _comment_out(lines: list[str], problem: Problem) -> bool:
-    """Makes a comment of the line that a problem names, and of the lines below it. Returns False if the line is a
-    comment already.
+    """Makes a comment of the line that a problem names, and of the lines nested below it. Returns False if it cannot:
+    the line is a comment already, a whole section, or required.
     """
     at = (problem.line or 0) - 1
     line = lines[at]
@@ -166,7 +168,7 @@ def _comment_out(lines: list[str], problem: Problem) -> bool:
     if "# CHECK: allowed:" in line or line.lstrip().startswith("#") or not indent or _REQUIRED.match(line):
         return False
     written = line.strip() if not line.lstrip().startswith("each:") else f"format: none   # {line.strip()}"
-    mark = "# " if written == line.strip() else ""  # without a name: the command saves nothing
+    mark = "# " if written == line.strip() else ""  # `format: none` takes the place of a name that is not allowed
     lines[at] = f"{' ' * indent}{mark}{written}   # CHECK: allowed: {problem.allowed}"
     for below in range(at + 1, len(lines)):
         if len(lines[below]) - len(lines[below].lstrip()) <= indent or not lines[below].strip():
@@ -180,14 +182,14 @@ class CountingPlan:
     """Facts on which the parts of a definition must agree. `unit`: what the run counts."""
 
     unit: str  # step, or epoch
-    word: str  # the meaning of {step} and (?P<step>) in it: step, or epoch if the script counts nothing else
+    word: str  # what {step} and (?P<step>) mean in the script: step, or epoch if the script counts nothing else
     total: Span | None
     steps_per_epoch: bool  # whether the file must say how long an epoch is
     every: Span  # how often the script saves
     lines: tuple[PrintedLine, ...]
 
     def named(self, text: str) -> str:
-        """The script's name or pattern for epochs, converted to the run's own unit."""
+        """The script's name or pattern, with {step} in the place of {epoch} if each epoch is one step of the run."""
         if self.word == "epoch" and self.unit == "step":
             return text.replace("{epoch", "{step").replace("(?P<epoch>", "(?P<step>")
         return text
@@ -203,7 +205,7 @@ class CountingPlan:
 
 
 def _plan(facts: ScriptFacts) -> CountingPlan:
-    """The plan: steps if anything counts them; epochs if names, lines and length count nothing else."""
+    """Plans in steps if anything counts steps, and in epochs if names, lines and length count nothing else."""
     row, total, names = facts.framework, facts.total, " ".join(facts.names)
     if total is None or total.count is None:
         total = Span(unit="epoch", count=row.work_epochs, where=row.name) if row and row.work_epochs else None
@@ -227,15 +229,15 @@ def _plan(facts: ScriptFacts) -> CountingPlan:
 
 
 def _interval(setting: Setting, unit: Kind) -> Span:
-    """The interval that a setting gives; for one that is off, the interval to set."""
+    """The interval that a setting gives; if the setting is off, an interval to switch it on with."""
     is_off = setting.count is None and setting.form and setting.typed is None
     span = Span.from_setting(setting, unit)
     return replace(span, count=500 if unit == "step" else 10) if is_off else span
 
 
 def _every(script: ScriptFacts) -> Span:
-    """The interval that the code gives its framework, else the interval in the code around the save; a setting that is
-    off is switched on.
+    """The interval between saves: what the code gives its framework, or else what the code around the save says. If a
+    setting is off, the interval to switch it on with.
     """
     row, settings, facts = script.framework, script.settings, script.checkpoint
     off: Span | None = None
@@ -266,11 +268,11 @@ def _every(script: ScriptFacts) -> Span:
 class WritePlace:
     """The place of the command's checkpoints, in the words of the definition file."""
 
-    folder: str = ""  # for checkpoint.folder; empty: {checkpoints}
+    folder: str = ""  # the value of checkpoint.folder; empty for {checkpoints}
     below: str = ""  # the path between the folder and the checkpoint's names
-    workdir: str = ""  # a line of the file
+    workdir: str = ""  # the file's line for job.workdir
     environment: dict[str, str] = field(default_factory=dict)
-    why: str = ""  # the reason, beside the folder
+    why: str = ""  # the comment beside the folder
 
 
 class _Writer:
@@ -286,14 +288,14 @@ class _Writer:
         self.starts_trainer = self.row is not None and self.row.format == "hf-trainer"
 
     def known(self, sentence: str, where: str = "") -> None:
-        """Notes a fact; `where` is its evidence, a place in the code or in the trial."""
+        """Notes a fact. `where`: its evidence, a place in the code or in the trial."""
         self.made.known.append(f"{sentence} ({where})" if where else sentence)
 
     def unknown(self, sentence: str) -> None:
         self.made.unknown.append(sentence)
 
     def processes(self, typed: str) -> tuple[str, str, str]:
-        """The command with {gpus} for a number of processes, the instance type, and what to check about it."""
+        """The command, with {gpus} in place of a number of processes; the instance type; and what to check about it."""
         match = processes_in(typed)
         number = match["count"] if match else self.found.start.processes
         count, changed = int(number) if number.isdigit() else 0, typed
@@ -318,8 +320,8 @@ class _Writer:
         return changed, BY_GPUS[1], check
 
     def told_where(self, typed: str) -> str:
-        """The command, which writes below {checkpoints} if possible; otherwise `place` gets the file's lines for its
-        folder.
+        """The command, changed so that it saves below {checkpoints} if possible; otherwise `place` gets the file's
+        lines for the script's own folder.
         """
         row, facts, place = self.row, self.facts, self.place
         place.below = f"{row.folder}/" if row is not None else ""
@@ -383,7 +385,7 @@ class _Writer:
         return setting, "", ""
 
     def _told_by(self, setting: Setting, typed: str) -> str:
-        """The command, with {checkpoints} as the value of a setting."""
+        """The command, with {checkpoints} as the value of the setting."""
         if not self.passes_on:
             there = setting.with_value('"$GPUFLEET_CHECKPOINTS"')
             self.unknown(f"{self.through} does not pass on words that are added to the command: write {there} in it")
@@ -396,8 +398,8 @@ class _Writer:
         return with_setting(typed, setting, value, self.part)
 
     def _own_folder(self, folder: str, where: str, typed: str) -> str:
-        """The command of a script whose code names its output folder itself. A script that saves in its start folder is
-        started in {checkpoints}, and finds its code by {code}.
+        """The command of a script whose code itself names the output folder. If this is the start folder, the command
+        starts in {checkpoints}, and finds the code by {code}.
         """
         start, place = self.found.start, self.place
         plain = posixpath.normpath(posixpath.join(start.folder, folder))
@@ -432,7 +434,7 @@ class _Writer:
         return typed
 
     def switched_on(self, written: str) -> str:
-        """The command with a setting that switches saves on, or that a framework's default would leave implicit."""
+        """The command with a setting that switches saves on, if they are off by default."""
         every, row = self.plan.every, self.row
         if row is not None and row.needs and row.needs not in written and self.passes_on:
             self.known(f"the script saves nothing by default, so the command switches saves on ({row.needs})", row.name)
@@ -457,7 +459,7 @@ class _Writer:
             yield from (f"    {name}: {_quoted(value)}" for name, value in self.place.environment.items())
 
     def resume(self) -> Iterator[str]:
-        """The lines for the words that the command gets after a checkpoint was restored."""
+        """Yields the lines for resuming: the words that are added to the command once a checkpoint is restored."""
         facts, row = self.found, self.row
         if facts.bare_resume:
             where = facts.bare_resume.where
@@ -527,7 +529,7 @@ class _Writer:
 
     @property
     def form(self) -> Format:
-        """The format of the framework's folders, also where the script names them; an empty one for other files."""
+        """The format of the framework's folders, even if the script names them itself; an empty one for other files."""
         is_folder = bool(self.found.names) and self.found.names[0].endswith("/")
         return FORMATS[self.row.format] if self.row and self.row.format and is_folder else Format()
 
@@ -572,7 +574,7 @@ class _Writer:
     def progress(self) -> Iterator[str]:
         row, plan = self.row, self.plan
         if row is not None and row.format and FORMATS[row.format].progress and not (row.named and plan.lines):
-            if self.facts is not None and not self.form.each:  # otherwise the checkpoint's format defines it
+            if self.facts is not None and not self.form.each:  # a checkpoint's format would already define it
                 yield from ("  progress:", f"    format: {row.format}   # {row.name}")
             return
         yield "  progress:"
@@ -615,7 +617,7 @@ class _Writer:
         self.unknown("how long a step takes: `gpufleet calibrate` measures it, job.work declares it")
 
     def stop(self, command: str) -> Iterator[str]:
-        """The lines for the signal that the script handles; a signal that would kill its launcher is not written."""
+        """Yields the lines for the signal that the script handles, unless this signal would kill its launcher."""
         if (seen := self.found.saves_on_signal) is not None:
             self.known(seen.where)
             yield f"  stop: {{signal: TERM, saves: {seen.value}}}   # {seen.where}"
@@ -644,7 +646,7 @@ class _Writer:
             yield f"  # secrets: {{WANDB_API_KEY: ssm:/wandb}}   # {wandb.where}: {wandb.value}"
 
     def inputs(self, command: str) -> Iterator[str]:
-        """The lines for inputs that the command names."""
+        """Yields the lines for the inputs that the command names."""
         if not (names := dict.fromkeys(INPUT.findall(command))):
             self.unknown("where the data is: name it in storage.inputs, unless the script or job.setup fetches it")
             yield "  # inputs: {NAME: data/folder or s3://bucket/prefix}   # the command reads it as {inputs.NAME}"
@@ -654,7 +656,9 @@ class _Writer:
         yield from (f"    {name}: data/{name}" for name in names)
 
     def small(self, command: str, interval: int, total: int | None) -> str:
-        """The command, small enough for a laptop's CPU as far as its settings are known; `total`: None leaves it."""
+        """The command, made small enough for a laptop's CPU as far as its settings are known. `total`: the length to
+        set; None leaves the length as it is.
+        """
         settings, every = self.settings, self.plan.every
         wanted: list[tuple[Setting | None, object]] = [
             (self.asked.setting if self.asked is not None and total is not None else None, total),
@@ -664,7 +668,7 @@ class _Writer:
         for option, value in wanted if self.passes_on else ():
             if option is not None and option.form and not option.is_flag and not isinstance(option.default, bool):
                 command = with_setting(command, option, value, self.part)
-        # One process on a CPU needs no launcher, and some scripts take a launcher for GPUs.
+        # One process on a CPU needs no launcher, and some scripts expect GPUs if they see a launcher.
         if self.found.runs_alone and self.nodes == 1:
             command = re.sub(r"^torchrun(?: +--\S+(?: +(?:\d+|\{gpus\}))?)* +", "python ", command)
         if (setting := settings.first(COMPILE)) is not None and setting.form.endswith("={}"):
@@ -676,12 +680,12 @@ class _Writer:
 
     @property
     def asked(self) -> Span | None:
-        """How long the script trains, or, if its training has no end of its own, the setting that would give it one."""
+        """How long the script trains; if its training does not end by itself, the setting that would end it."""
         return self.plan.total or self.found.total
 
     @property
     def ends_command(self) -> bool:
-        """Whether the words of the training program are the last of the command."""
+        """Whether the training program's words are the last words of the command."""
         return self.part < 0 or self.part == len(list(parts(self.found.start.typed))) - 1
 
     @property
@@ -692,7 +696,7 @@ class _Writer:
         return setting is not None and is_number and bool(setting.form) and self.passes_on
 
     def rehearsal(self, command: str) -> Iterator[str]:
-        """The lines of the section rehearsal."""
+        """Yields the lines of the section `rehearsal`."""
         plan, total, every = self.plan, self.asked, self.plan.every
         counts_epochs, check = "epoch" in (plan.word, total.unit if total is not None else ""), ""
         interval = every.count or REHEARSED_EVERY
@@ -750,7 +754,7 @@ class _Writer:
                 "    checkpoint:",
                 f"      every: {{{minutes}{'epochs' if saves_epochs else 'steps'}: {interval}}}",
             )
-            yield from ("      size_gb: 0.01", "      heartbeat_s: 1")
+            yield from ("      size_gb: 0.01", "      heartbeat_s: 3")
         step_ms = took_ms / (REHEARSED_EPOCH_STEPS if counts_epochs and plan.steps_per_epoch else 1) if took_ms else 500
         yield _REHEARSED.format(step_ms=round(step_ms, 1), where="   # in the trial" * bool(took_ms))
 

@@ -1,7 +1,7 @@
 """`gpufleet new --try`: runs the command on this machine's CPU for a minute, in a copy of the folder, and watches it.
 
-It notes which files appear, grow and are renamed, which lines come, what the command does on a request to stop, and
-whether a second start resumes from what was saved. Every finding has its evidence.
+It notes which files appear, grow and are renamed, which lines the command prints, what it does on a request to stop,
+and whether a second start resumes from the saved checkpoint. Every finding has its evidence.
 """
 
 from __future__ import annotations
@@ -19,22 +19,20 @@ from gpufleet.job.command.names import FoundCheckpoint, Names, place
 from gpufleet.job.kind.command import filled
 
 AGAIN_S = 40.0  # the most seconds for a second start
-FIRST_LINES = 3  # of the second start: files that come with these lines may still show that the script starts over
+FIRST_LINES = 3  # lines of the second start: files that it writes meanwhile may still show that the script starts over
 
 
 def trial(
     folder: Path, trying: Trial, seconds: float = 60.0, say: Callable[[str], None] = lambda text: None
 ) -> TrialFindings:
-    """Runs the command, at most `seconds` for each of two starts. Raises GpufleetError for a folder that is too large
-    to copy.
-    """
+    """Runs the command twice, each for at most `seconds`. Raises GpufleetError if the folder is too large to copy."""
     began = time.monotonic()
     seen = TrialFindings()
     with tempfile.TemporaryDirectory(prefix="gpufleet-try-") as scratch:
         sandbox = Sandbox(Path(scratch).resolve(), folder)
         sandbox.copy()
         if why := sandbox.lacking(trying.command):
-            seen.problems.append(f"it was not run: {why}")
+            seen.problems.append(f"the command was not run: {why}")
             return seen
         first = sandbox.start(trying.command, trying.workdir, trying.environment, seconds, ask=True)
         learn(seen, first, trying.lines)
@@ -48,8 +46,8 @@ def _start_again(
     sandbox: Sandbox, trying: Trial, seen: TrialFindings, observed: SeenCheckpoint, first: TrialRun, seconds: float,
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Finds whether a second start resumes. It gets the checkpoint before the last one, so that it writes the last one
-    again.
+    """Finds whether a second start resumes. The second start gets the last checkpoint but one, so that it has to write
+    the last one again.
     """
     folder = (sandbox.user["checkpoints"] if observed.top == "checkpoints" else sandbox.code) / observed.folder
     names = Names(observed.config(()))

@@ -1,8 +1,8 @@
 """Finds the parts of a text in the code without running it: `os.path.join(args.out, f"step{i:05d}.pt")` is the setting
 `out`, then `/step`, then a step of five digits, then `.pt`.
 
-It follows names to their values, parameters to the calls, attributes of self to their class. A part that it cannot
-follow stays a hole.
+The search goes from a name to its values, from a parameter to the calls, and from an attribute of self to its class. A
+part that cannot be found this way stays a hole.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from gpufleet.infra.discover.settings import ScriptSettings, Setting, environmen
 Kind = Literal["step", "epoch", "batch", "setting", "checkpoints", "any"]
 Part = TypeVar("Part")
 Piece = str | tuple[ast.expr | None, str]  # a text, or a value with its format
-Bound = tuple[ast.expr | ast.For, Scope]  # a name's value, or the loop that counts the name, with its place
-MOST = 4  # the most values of one name to look at
+Bound = tuple[ast.expr | ast.For, Scope]  # a name's value, or the loop whose counter the name is; and its place
+MOST = 4  # most values of one name that are looked at
 DEEP = 9
 
 _UNITS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
@@ -37,22 +37,22 @@ _UNITS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     ("batch", re.compile(r"(?:^|_)(?:batch|bi)(?:$|_(?:idx|id|i|num))|n_batch")),
 )
 _JOIN = {"join", "joinpath", "Path", "PurePath", "PosixPath"}
-# Calls that return a path or a number unchanged: their first argument, or the object whose methods they are.
+# Calls that return their first argument, or the object whose method they are, with the same path or number.
 _OF_FIRST = {"str", "int", "abspath", "realpath", "expanduser", "fspath", "normpath", "expandvars", "to_absolute_path"}
 _OF_OWNER = {"resolve", "absolute", "as_posix", "expanduser", "strip", "rstrip", "lstrip", "lower", "item"}
 _OPENS = {"open", "GFile", "xopen", "BlobFile"}
-_COUNTS_UP = re.compile(r"increment|unique|outdir")  # functions that name a folder by the next free number
+_COUNTS_UP = re.compile(r"increment|unique|outdir")  # functions that put the next free number into a folder's name
 _PERCENT = re.compile(r"(%(?:\(\w+\))?[-+ 0#]*\d*(?:\.\d+)?[a-zA-Z])")
 _BRACES = re.compile(r"(\{[\w.\[\]]*(?:![rsa])?(?::[^{}]*)?\})")
 
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """A part of a text that is known only in a run. `name`: the name of the setting, or the expression."""
+    """A part of a text that is known only when the script runs. `name`: the name of the setting, or the expression."""
 
     kind: Kind
     name: str
-    form: str = ""  # for example 05d
+    form: str = ""  # its format, such as 05d
 
 
 Parts = tuple[str | Hole, ...]
@@ -60,7 +60,7 @@ Parts = tuple[str | Hole, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """A number of steps or epochs, from the code or one of its settings. `count` is None if no number is known."""
+    """A number of steps or epochs, from the code or a setting; `count` is None if the number is not known."""
 
     unit: Kind = "step"
     count: int | None = None
@@ -73,7 +73,7 @@ class Span:
 
 
 def unit(name: str) -> Kind | None:
-    """What a name counts, by its own words: steps, epochs, batches; None if not known."""
+    """What a name counts, by the words in it: steps, epochs or batches; None if not known."""
     plain = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.rpartition(".")[2]).lower()
     return next((kind for kind, pattern in _UNITS if pattern.search(plain)), None)
 
@@ -100,7 +100,7 @@ def pieces(expr: ast.AST | None) -> list[Piece]:
 
 
 def percented(text: str, values: list[ast.expr]) -> list[Piece]:
-    """The pieces of `"%04d: %s" % values`, as logging formats too."""
+    """The pieces of `"%04d: %s" % values`; logging formats in the same way."""
     return _filled(_PERCENT, text, values)
 
 
@@ -142,19 +142,17 @@ class Values:
         self._reach, self.settings, self.entry = reach, settings, reach.entry
         self._locals: dict[ast.AST, dict[str, list[ast.expr | ast.For]]] = {}
         self._attributes: dict[ast.ClassDef, dict[str, list[Bound]]] = {}
-        self._defaults: set[ast.AST] = set()  # values of attributes that are None otherwise
+        self._defaults: set[ast.AST] = set()  # values that replace an attribute if it is None
         self._following: set[str] = set()
 
     def resolve(self, expr: ast.AST | None, scope: Scope, depth: int = 0) -> list[Parts]:
-        """The texts that an expression may be, at least one, the likeliest first."""
+        """The texts that an expression may give: at least one, the likeliest first."""
         if expr is None or depth > DEEP:
             return [(Hole("any", ""),)]
         return list(dict.fromkeys(itertools.islice(map(joined, self._resolve(expr, scope, depth)), 3 * MOST)))[:MOST]
 
     def quantity(self, expr: ast.AST | None, scope: Scope, depth: int = 0) -> tuple[int | None, Setting | None]:
-        """The whole number that an expression is, or the setting that gives it. None, None if the expression is
-        neither.
-        """
+        """The whole number that an expression gives, and the setting that it comes from; each is None if not known."""
         if not isinstance(expr, ast.expr) or depth > DEEP:
             return None, None
         value = literal(expr)
@@ -179,7 +177,7 @@ class Values:
         return (setting.count if setting is not None else None), setting
 
     def _dictionaries(self, expr: ast.expr | ast.For, scope: Scope, depth: int) -> Iterator[tuple[ast.Dict, Scope]]:
-        """The dictionaries that an expression may be, where the code writes them out."""
+        """Yields the dictionaries that an expression may give, if the code writes them out."""
         if isinstance(expr, ast.Dict):
             yield expr, scope
         elif depth <= DEEP and (chain := dotted(expr)):
@@ -219,7 +217,7 @@ class Values:
                 yield hole
 
     def _put_together(self, several: Iterable[Piece | Hole], scope: Scope, depth: int) -> Iterator[Parts]:
-        """The texts that `several` can give when joined, up to a bound."""
+        """Yields the texts that `several` can give when joined, up to a bound."""
         options: list[list[Parts]] = []
         for piece in several:
             if isinstance(piece, str | Hole):
@@ -288,7 +286,7 @@ class Values:
             yield from results or [(Hole(unit(dotted(expr.func)) or "any", ast.unparse(expr)[:80]),)]
 
     def _functions(self, expr: ast.Call, scope: Scope) -> Iterator[tuple[Function, Scope]]:
-        """The function of the folder that a call calls, if that is plain."""
+        """Yields the function of the folder that a call calls, if the call names it plainly."""
         owner, _, name = dotted(expr.func).rpartition(".")
         if owner == "self" and scope.cls is not None:
             for node in scope.cls.body:
@@ -315,8 +313,8 @@ class Values:
             yield from self._setting_or(_key(expr), (Hole("any", chain),))
 
     def bound(self, chain: str, at: ast.AST, scope: Scope) -> list[Bound]:
-        """The values of the name `chain` where the code uses it at `at`, the likeliest first. Empty if the values are
-        not known, or if a setting gives them.
+        """The values that the name `chain` may have at `at`, the likeliest first. Empty if they are not known, or if a
+        setting gives them.
         """
         for count in range(len(scope.functions), 0, -1):
             function, inner = scope.functions[count - 1], Scope(scope.file, scope.functions[:count], scope.cls)
@@ -334,19 +332,19 @@ class Values:
             return []
         file, own = symbol[0], self._reach.names(symbol[0]).assigned
         there = self._reach.names(scope.file).imports.get(head, ("", ""))[1] or head
-        # an attribute of a value gives nothing
+        # an attribute of a value has no known values
         values = own.get(there if not rest else "" if there in own else rest, [])
         is_here = file == scope.file and not scope.functions
         return [(node, Scope(file)) for node in (_set_before(values, at, chain) if is_here else values[:-MOST:-1])]
 
     def _own_setting(self, name: str, scope: Scope) -> Setting | None:
-        """The setting that a name is by itself: a global or a parameter that the command line sets."""
+        """The setting that a name itself stands for: a global or a parameter that the command line sets."""
         setting = self.settings.find(name) if name and "." not in name else None
         is_here = setting is not None and (scope.file == self.entry or setting.where.startswith(f"{scope.file}:"))
         return setting if is_here and setting is not None and setting.form else None
 
     def _of_parameter(self, function: Function, name: str, scope: Scope) -> list[Bound]:
-        """The arguments of calls for this parameter, else its default."""
+        """The arguments that calls give for this parameter, or else its default."""
         outer = Scope(scope.file, scope.functions[:-1], scope.cls)
         cls = scope.cls if function in getattr(scope.cls, "body", ()) else None
         if passed := [
@@ -389,7 +387,7 @@ class Values:
         return []
 
     def _setting_or(self, name: str, hole: Parts) -> Iterator[Parts]:
-        """The setting of this name; else the name's values in the code: `args.folder = str(...)`."""
+        """The setting of this name, or else the values that the code gives the name, as in `args.folder = str(...)`."""
         setting = self.settings.find(name) if name else None
         for shorter in (name.partition(".")[2], name.rpartition(".")[2]):
             setting = setting or (self.settings.find(shorter) if shorter else None)
@@ -412,7 +410,7 @@ class Values:
         return values
 
     def _counted_by(self, loop: ast.For, scope: Scope, depth: int) -> Iterator[Parts]:
-        """The first name of a loop: an element of a list, a step of a range, a batch of an enumeration."""
+        """The values of a loop's first name: an element of a list, a step of a range, a batch of an enumeration."""
         listed = [loop.iter, *(node for node, _ in self.bound(dotted(loop.iter), loop.iter, scope))]
         elements = [element for node in listed if isinstance(node, ast.List | ast.Tuple) for element in node.elts]
         yield from (parts for element in elements[:MOST] for parts in self.resolve(element, scope, depth + 1))
@@ -430,7 +428,7 @@ class Values:
 
 
 def _key(expr: ast.AST | None) -> str:
-    """`train.out` for config["train"]["out"] or args.train.out: a setting's name, without its container."""
+    """A setting's name without its container: `train.out` for config["train"]["out"] or args.train.out."""
     match expr:
         case ast.Attribute(value=ast.Name(id="self" | "cls")):
             return ""
@@ -443,7 +441,7 @@ def _key(expr: ast.AST | None) -> str:
 
 
 def loop_range(node: ast.expr) -> ast.Call | None:
-    """The `range` of a loop, also inside of a progress bar; None for another loop."""
+    """The `range` of a loop, which may be inside a progress bar; None for another loop."""
     calls = (call for call in walk(node) if isinstance(call, ast.Call) and call.args)
     return next((call for call in calls if called(call) in ("range", "trange", "count", "prange")), None)
 
@@ -451,8 +449,8 @@ def loop_range(node: ast.expr) -> ast.Call | None:
 def _set_before(
     values: list[ast.expr | ast.For], at: ast.AST, chain: str, *, or_after: bool = True
 ) -> list[ast.expr | ast.For]:
-    """The values set before a place, the last first, back to one that does not use the name's old value; else the
-    values set after the place, as in a loop.
+    """The values set before a place, the last one first, back to one that does not use the name's old value. If there
+    are none, the values set after the place, as in a loop.
     """
     here = (getattr(at, "lineno", 0), getattr(at, "col_offset", 0))
     ends = [(value.target if isinstance(value, ast.For) else value, value) for value in values]
@@ -468,7 +466,7 @@ def _set_before(
 
 
 def _defaults(function: ast.AST) -> Iterator[ast.AST]:
-    """The values that code like `if name is None: name = value` gives."""
+    """Yields the values in code such as `if name is None: name = value`."""
     for node in walk(function):
         match node:
             case ast.If(test=ast.Compare(left=left, ops=[ast.Is()], comparators=[ast.Constant(value=None)])):
@@ -480,7 +478,7 @@ def _is_none(value: ast.AST | None) -> bool:
 
 
 def joined(parts: Iterable[str | Part]) -> tuple[str | Part, ...]:
-    """The pattern with neighbouring texts as one."""
+    """The pattern with neighbouring texts joined to one."""
     merged: list[str | Part] = []
     for part in parts:
         if isinstance(part, str) and merged and isinstance(merged[-1], str):

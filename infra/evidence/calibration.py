@@ -1,8 +1,8 @@
 """Reads calibrations, which are measurements of a job on a device, and decides whether a bill may use them.
 
-Two places hold measurements, one format for both (job/measured.py, docs/calibration.md): `calibrations/<stack>/`,
-written by `gpufleet calibrate`, and the receipts of runs in `receipts/<stack>/`. A measurement counts for an instance
-type with the measured device as its GPU, as long as everything that the speed depends on is unchanged.
+Measurements are in two places, in the same format (job/measured.py, docs/calibration.md): in `calibrations/<stack>/`,
+written by `gpufleet calibrate`, and in the receipts of runs in `receipts/<stack>/`. A measurement counts for instance
+types that have the measured GPU, as long as everything on which the speed depends is unchanged.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ _OTHER_BOARDS = {"PCIE", "NVL", "WORKSTATION", "MIG", "GRID", "64GB", "94GB", "9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseSpeed:
-    """The measured speed of one phase. A figure is None if this measurement does not have it."""
+    """The measured speed of one phase. A figure is None if the measurement lacks it."""
 
     name: str
-    step_ms: float  # median
+    step_ms: float  # the median
     step_ms_q1: float
     step_ms_q3: float
     save_blocks_s: float | None  # seconds per save for which the trainer waits
-    save_write_s: float | None  # per save: seconds until the save is whole on the local disk
-    evaluation_s: float | None  # per evaluation
-    boundary_s: float | None  # between the phase before and this one: save, export, growth, first step's compilation
+    save_write_s: float | None  # seconds per save until it is complete on the local disk
+    evaluation_s: float | None  # seconds per evaluation
+    boundary_s: float | None  # seconds between the phases: save, export, growth, compilation of the first step
     save_bytes: int | None = None
-    save_steps: int | None = None  # between two saves
+    save_steps: int | None = None  # steps between two saves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
     """A measurement that counts. A number of seconds is None if the measurement lacks it."""
 
-    source: str  # probe of 200 steps; receipt of run r1
+    source: str  # such as `probe of 200 steps`, or `receipt of run r1`
     at: str  # UTC
     device: str  # the driver's name for the device
     torch: str | None
@@ -58,22 +58,22 @@ class Calibration:
     setup_s: float | None  # from the launch of the node to the first step
     finish_s: float | None  # from the last step to the end of the process: export, samples, final save
     phases: tuple[PhaseSpeed, ...]
-    stop_s: float | None = None  # from the request to stop to the whole checkpoint
+    stop_s: float | None = None  # from the request to stop to the complete checkpoint
     lacks: tuple[str, ...] = ()  # phases of the job without optimizer steps, which no measurement covers
-    doubts: tuple[str, ...] = ()  # other facts of the measurement that may differ from those of the run
+    doubts: tuple[str, ...] = ()  # other differences between the measurement and the run
 
     def phase(self, name: str) -> PhaseSpeed | None:
-        """The phase of this name; None for one without optimizer steps."""
+        """The phase with this name; None if it has no optimizer steps."""
         return next((phase for phase in self.phases if phase.name == name), None)
 
     @property
     def spread(self) -> float:
-        """How much the steps varied: half of them lie within this share of the median."""
+        """How much the steps vary: half of them lie within this share of the median."""
         return max((p.step_ms_q3 - p.step_ms_q1) / 2 / p.step_ms for p in self.phases)
 
     @property
     def basis(self) -> str:
-        """A line for the bill: what was measured, where, when, and how much the steps varied."""
+        """A phrase for the bill: on what, when and how the speed was measured, and how much the steps vary."""
         lacks = f"; not measured, and assumed: {', '.join(self.lacks)}" if self.lacks else ""
         doubts = "".join(f"; {doubt}" for doubt in self.doubts)
         torch = "" if self.torch is None else f", torch {self.torch}"
@@ -85,14 +85,14 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefusedCalibration:
-    """A measurement on this device that does not count."""
+    """A measurement on this device that does not count, and the reason."""
 
     why: str
 
 
 def find(definition: StackDefinition, instance: Instance, root: Path) -> Calibration | RefusedCalibration | None:
-    """The newest measurement under `root` (the project) that counts for the definition's job on `instance`. A
-    RefusedCalibration says why the device's newest measurement does not count. None if this device was never measured.
+    """The newest measurement in the project `root` that counts for the definition's job on `instance`. If none counts,
+    a RefusedCalibration says why for the newest one of this device. None if the device was never measured.
     """
     candidates = [
         (tree, path)
@@ -111,17 +111,15 @@ def find(definition: StackDefinition, instance: Instance, root: Path) -> Calibra
         if not why:
             doubts = tuple(_doubts(tree, definition, root))
             return replace(parse(tree), lacks=unmeasured(definition.job.parameters), doubts=doubts)
-        refused = refused or RefusedCalibration(
-            why=f"{shown} does not count any more: {why}; run gpufleet calibrate again"
-        )
+        refused = refused or RefusedCalibration(why=f"{shown} no longer counts: {why}; run gpufleet calibrate again")
     return refused
 
 
 def find_all(
     definition: StackDefinition, instances: Mapping[str, Instance], root: Path, types: Iterable[str] | None = None
 ) -> dict[str, Calibration | RefusedCalibration]:
-    """The measurements by instance type, for those of the definition's types, or of `types`, that were measured.
-    Without a folder of measurements nothing is read.
+    """By instance type, the measurements for the definition's types, or for `types`. If there is no folder of
+    measurements, nothing is read.
     """
     if not any((root / folder / definition.name).is_dir() for folder in (FOLDER, receipts.FOLDER)):
         return {}
@@ -131,12 +129,12 @@ def find_all(
 
 
 def unmeasured(config: JobConfig) -> tuple[str, ...]:
-    """The phases that no measurement includes: those without optimizer steps."""
+    """The phases without optimizer steps, which no measurement covers."""
     return tuple(size.name for size in config.phases() if not size.steps)
 
 
 def not_reached(tree: Mapping[str, Any], config: JobConfig) -> tuple[str, ...]:
-    """The phases with optimizer steps that this measurement lacks: a measurement that lacks one does not count."""
+    """The phases with optimizer steps that this measurement lacks. If it lacks one, it does not count."""
     known = {phase["name"] for phase in tree["phases"]}
     return tuple(size.name for size in config.phases() if size.steps and size.name not in known)
 
@@ -148,20 +146,20 @@ def path_for(root: Path, stack: str, device: str, stage: str = "") -> Path:
 
 
 def is_gpu(device: str, name: str) -> bool:
-    """Whether the driver's name `device` is the catalog's GPU `name`, whose words torch and nvidia-smi use too."""
+    """Whether `device`, as the driver names it, is the catalog's GPU `name`."""
     words = set(re.split(r"[\s_-]+", device.upper()))
     return set(name.split()) <= words and not _OTHER_BOARDS & words
 
 
 def parse(tree: Any) -> Calibration:
-    """The measurement in a document of schema 1. Raises ValueError for another document."""
+    """The measurement in a document of schema 1. Raises ValueError if it is another document."""
     from gpufleet.job import measured  # imported here: most bills use no measurement
 
     fields = Fields(tree)
     fields.schema(measured.SCHEMA)
     phases = tuple(map(_phase, fields.sections("phases")))
     if not phases or len({phase.name for phase in phases}) != len(phases):
-        raise ValueError("no phases, or one twice")
+        raise ValueError("it has no phases, or one of them twice")
     at, device, versions = fields.need("at", reading.text), fields.section("device"), fields.section("versions")
     date.fromisoformat(at[:10])
     device.need("kind", reading.text)
@@ -203,14 +201,14 @@ def _phase(fields: Fields) -> PhaseSpeed:
 
 
 def sound(root: Path, stack: str, folder: str) -> Iterator[dict[str, Any]]:
-    """Every measurement of the stack in `folder`; damaged files are left out."""
+    """Every measurement of the stack in `folder`, except damaged ones."""
     for tree, path in _measurements(root, stack):
         if tree is not None and path.parent.parent.name == folder:
             yield tree
 
 
 def _measurements(root: Path, stack: str) -> Iterator[tuple[dict[str, Any] | None, Path]]:
-    """Every file's measurement; None for a damaged one. A receipt without a measurement is not damaged."""
+    """Yields the measurement in each file, and the file; None if it is damaged. Receipts without one are skipped."""
     for path in sorted((root / FOLDER / stack).glob("[!.]*.json")):
         yield _sound(atomic.read_object(path)), path
     for path in sorted((root / receipts.FOLDER / stack).glob("[!.]*.json")):
@@ -236,13 +234,13 @@ def _is_of(tree: Mapping[str, Any], definition: StackDefinition, instance: Insta
         return False
     if definition.job.parameters.device != tree["device"]["kind"]:
         return False
-    if tree["device"]["kind"] == "cpu":  # for a type without a GPU, the name is the type
+    if tree["device"]["kind"] == "cpu":  # a type without a GPU is its own device
         return instance.gpu_count > 0 or tree["device"]["name"] == instance.type
     return instance.gpu_share == 1 and is_gpu(str(tree["device"]["name"]), instance.gpu.name)
 
 
 def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Instance, root: Path) -> str:
-    """The changes since the measurement on which the speed depends; empty if there are none."""
+    """What has changed since the measurement and affects the speed; empty if nothing has."""
     from gpufleet.job import measured
 
     config = definition.job.parameters
@@ -269,7 +267,7 @@ def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Ins
 
 
 def _doubts(tree: Mapping[str, Any], definition: StackDefinition, root: Path) -> Iterator[str]:
-    """Differences from the run that do not refuse the measurement."""
+    """Yields differences between measurement and run because of which the measurement is not refused."""
     if "image" in tree and tree["image"] is None:
         yield "measured outside of job.image, which may be slower or faster"
     if tree["code_sha256"] != (now := code_now(definition, root)) and now:
@@ -277,7 +275,7 @@ def _doubts(tree: Mapping[str, Any], definition: StackDefinition, root: Path) ->
 
 
 def code_now(definition: StackDefinition, root: Path) -> str:
-    """A hash of the code that trains; for a command, of the user's code, and empty if all of that is in the image."""
+    """A hash of the code that trains. For a command, that of the user's code; empty if all of it is in the image."""
     from gpufleet.infra.inputs import code
 
     config = definition.job.parameters

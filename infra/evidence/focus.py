@@ -1,7 +1,6 @@
 """Writes receipts as rows of FOCUS 1.0, the FinOps Foundation's form of a bill, for a team's own cost tools. A row is
-one line of one receipt, so the rows of a run sum to its cost. A receipt has the time until which costs count, but not
-their beginning, so the period of a row is the day on which the run ended. Quantities and unit prices are not on a
-receipt.
+one line of a receipt, so that the rows of a run sum to its cost. A receipt says until when costs count, but not from
+when, so the period of a row is the day on which the run ended. Receipts have no quantities or unit prices.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from typing import Any
 
 from gpufleet.job.contract.receipt import Receipt, ReceiptLine, money
 
-# By how a line's name begins: FOCUS's category of the service, and the service. Lines that match none of these belong
-# to EC2.
+# By the first words of a line's name: FOCUS's category of the service, and the service. Other lines belong to EC2.
 SERVICES = {
     "S3": ("Storage", "Amazon Simple Storage Service"),
     "what others add to the bucket": ("Storage", "Amazon Simple Storage Service"),
@@ -28,11 +26,11 @@ SERVICES = {
     "logs": ("Management and Governance", "AmazonCloudWatch"),
 }
 EC2 = ("Compute", "Amazon Elastic Compute Cloud")
-DYNAMIC = {"spot"}  # ways of buying whose price moves; FOCUS's PricingCategory
+DYNAMIC = {"spot"}  # ways of buying with changing prices, for FOCUS's PricingCategory
 
 
 def table(receipts: Iterable[Receipt], account: str) -> str:
-    """The rows as CSV with a head, of every run but rehearsals. `account`: the number of the AWS account that pays."""
+    """The rows of all runs except rehearsals, as CSV with a head. `account`: the number of the paying AWS account."""
     rows = [row(receipt, line, account) for receipt in receipts if not receipt.rehearsal for line in receipt.lines]
     text = io.StringIO()
     if rows:
@@ -43,7 +41,7 @@ def table(receipts: Iterable[Receipt], account: str) -> str:
 
 
 def row(receipt: Receipt, line: ReceiptLine, account: str) -> dict[str, Any]:
-    """One row, by FOCUS's names of columns. An empty text is FOCUS's null."""
+    """One row, by FOCUS's column names. An empty text stands for FOCUS's null."""
     ended = datetime.fromisoformat(receipt.at).astimezone(UTC)
     day = ended.replace(hour=0, minute=0, second=0, microsecond=0)
     month = day.replace(day=1)

@@ -35,17 +35,17 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def require_place(folder: Path) -> None:
-    """Raises GpufleetError if nothing can be written there, before minutes of a rented GPU are spent."""
+    """Raises GpufleetError if the folder cannot be written, before minutes of a rented GPU are spent."""
     near = next(candidate for candidate in (folder, *folder.parents) if candidate.exists())
     if not near.is_dir() or not os.access(near, os.W_OK):
         raise GpufleetError(
-            f"{folder}: the measurement is written there, and {near} is no folder, or must not be written to; put that"
-            " right, or measure in another checkout"
+            f"{folder}: the measurement is written there, but {near} is not a writable folder; correct that, or measure"
+            " in another checkout"
         )
 
 
 def why_ignored(tree: dict[str, Any], definition: StackDefinition, root: Path) -> str:
-    """Why the bill of no listed type uses this measurement, and what to do; empty if a bill uses it."""
+    """Why no listed type's bill uses this measurement, and what to do; empty if one does."""
     if missing := calibration.not_reached(tree, definition.job.parameters):
         return f"no step of phase {missing[0]} was timed (the first {WARM_UP} never are): ask for more --steps"
     if definition.estimate.step_ms is not None:
@@ -70,25 +70,25 @@ def measure(
     gpus: Sequence[machine.DriverGpu],
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """The measurement as JSON. Raises GpufleetError, also if the job fails."""
+    """Measures, and returns the measurement as JSON. Raises GpufleetError, also if the job fails."""
     config = definition.job.parameters
     if config.device == "cuda" and not gpus:
         raise GpufleetError(
-            f"{definition.source}: {config.path}.device is cuda and this machine has no NVIDIA GPU: run this on a node"
+            f"{definition.source}: {config.path}.device is cuda, but this machine has no NVIDIA GPU: run this on a node"
             " with the GPU that the bill is for, or use --rehearsal"
         )
     if any(size.counts == "epochs" for size in config.phases()):
         raise GpufleetError(
-            f"{definition.source}: {config.path}.work counts epochs, and a probe times steps: write"
-            f" {config.path}.work.steps_per_epoch beside epochs, which counts steps then"
+            f"{definition.source}: {config.path}.work counts epochs, but a probe times steps: write"
+            f" {config.path}.work.steps_per_epoch beside epochs, so that the work counts steps"
         )
     steps = min(steps, batch.total_steps(config))  # the bill states the number of steps
     plan, ranks = config.probed(steps), config.ranks(len(gpus))
     too_short = [size for size in config.phases() if 0 < size.steps <= WARM_UP]
     if too_short:
         raise GpufleetError(
-            f"{definition.source}: phase {too_short[0].name} has {too_short[0].steps} optimizer steps, and the first"
-            f" {WARM_UP} of a phase count in no figure: this run cannot be measured, its bill stays uncalibrated"
+            f"{definition.source}: phase {too_short[0].name} has {too_short[0].steps} optimizer steps, but the first"
+            f" {WARM_UP} of a phase never count: this run cannot be measured, and its bill stays uncalibrated"
         )
     with tempfile.TemporaryDirectory(prefix="gpufleet-probe-") as scratch:
         workdir = Path(scratch) / "run"
@@ -151,7 +151,7 @@ def measure(
 
 
 def middles(config: JobConfig, steps: int) -> dict[str, int]:
-    """For each phase of a probe of about `steps` steps: the step from which it asks for a checkpoint."""
+    """For each phase of a probe of about `steps` steps: the step at which it asks for a checkpoint."""
     first, middle_steps = 0, {}
     for size in config.phases():
         middle_steps[size.name] = first + min(size.steps, steps) // 2
@@ -161,7 +161,7 @@ def middles(config: JobConfig, steps: int) -> dict[str, int]:
 
 def place(definition: StackDefinition, config: JobConfig, root: Path, workdir: Path) -> str | None:
     """Fills the work folder as the supervisor does: run.json, data/, the base weights, a command's code and inputs.
-    Returns the hash of that code; None for a job of gpufleet's own. Raises GpufleetError.
+    Returns the hash of a command's code; None for a ready-made job. Raises GpufleetError.
     """
     workdir.mkdir()
     storage = definition.storage
@@ -177,7 +177,7 @@ def place(definition: StackDefinition, config: JobConfig, root: Path, workdir: P
     outputs = {name: f"results/{definition.name}/{run}/final" for name, run in earlier.items()}
     for name, place in ((storage.inputs or {}) | outputs).items():
         folder = _folder(root, f"inputs.{name}", place, "put it there")
-        # one link per file, so that new files beside the links stay here
+        # one link for each file, so that new files beside the links stay in the work folder
         for below, file in folders.files_of(folder).items():
             link = workdir / USER / NAMED / name / below
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -197,29 +197,31 @@ def _folder(root: Path, setting: str, place: str, first: str) -> Path:
     folder = root / place
     if place.startswith("s3://") or not folder.is_dir():
         raise GpufleetError(
-            f"storage.{setting}: {place} is not a folder here, and a probe trains on local files: "
+            f"storage.{setting}: {place} is not a folder here, but a probe trains on local files: "
             f"{first}, or copy it and name the copy"
         )
     return folder.resolve()
 
 
 def own_programs(definition: StackDefinition, root: Path, scratch: Path) -> tuple[Path, Path]:
-    """The folder that comes first on a command's PATH here, and the command's interpreter, which this folder also has
-    under the name `python`.
+    """The folder to put first on a command's PATH here, and the command's interpreter, which this folder also has under
+    the name `python`.
     """
     python = own_python(definition, root)
     if code.programs(definition, root) is not None:
         return python.parent, python
     shim = scratch / "bin" / "python"
     shim.parent.mkdir()
-    shim.write_text(f'#!/bin/sh\nexec {shlex.quote(str(python))} "$@"\n')  # a link would hide an environment's packages
+    shim.write_text(
+        f'#!/bin/sh\nexec {shlex.quote(str(python))} "$@"\n'
+    )  # a link would hide the environment's packages
     shim.chmod(0o755)
     return shim.parent, python
 
 
 def own_python(definition: StackDefinition, root: Path) -> Path:
-    """A command's interpreter here: that of the command's own environment, else the machine's python3, never this
-    project's.
+    """A command's interpreter here: that of the command's own environment, or else the machine's python3; never that of
+    this project.
     """
     if (programs := code.programs(definition, root)) is not None:
         return programs / "python"
@@ -228,7 +230,7 @@ def own_python(definition: StackDefinition, root: Path) -> Path:
 
 
 def own_versions(python: Path) -> dict[str, str]:
-    """The versions of the bill's packages that a command's own interpreter has."""
+    """The versions, in a command's interpreter, of the packages that a measurement records."""
     answer = subprocess.run([python, "-c", _VERSIONS], capture_output=True, text=True, check=False)
     return dict(json.loads(answer.stdout)) if answer.returncode == 0 else {}
 
@@ -244,7 +246,7 @@ print(json.dumps(found))
 
 
 def name_of(gpus: Sequence[machine.DriverGpu], config: JobConfig) -> str:
-    """The device's name: a GPU's from its driver, a CPU's from the kernel."""
+    """The device's name: from the driver for a GPU, from the kernel for a CPU."""
     if config.device == "cuda":
         return gpus[0].name
     try:
@@ -256,6 +258,6 @@ def name_of(gpus: Sequence[machine.DriverGpu], config: JobConfig) -> str:
 
 
 def _commit(root: Path) -> str | None:
-    """The commit of the project's files, with `+` when they have changed since; None outside git."""
+    """The commit of the project's files, with `+` if they have changed since; None if they are not in git."""
     head = git.ask(root, "rev-parse", "--short=12", "HEAD")
     return None if head is None else head.decode().strip() + ("+" if git.status(root, "-uno") else "")

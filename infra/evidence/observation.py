@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class Observation(NamedTuple):
-    """Observed interruptions in one zone: `interruptions` in `node_hours` of nodes that ran or were wanted."""
+    """What was observed in one zone: the interruptions, and the node-hours in which they came."""
 
     type: str
-    zone: str | None  # None: not known
+    zone: str | None  # None if not known
     node_hours: float
     interruptions: float
-    source: str  # the source, for people: a trace's file, or a run's receipt
+    source: str  # for people: the file of a trace, or the receipt of a run
     as_of: date | None
-    gpus: int = 1  # per node
+    gpus: int = 1  # GPUs per node

@@ -16,9 +16,8 @@ TRACES = "traces"
 
 def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]:
     """The observations for infra.risk.hazard.learn: one per spot run, type and zone, and one per trace in `traces/`
-    (docs/risk.md), except the observations of the files `but`.
-
-    Raises GpufleetError for a file in traces/ that is no trace, or one that names no type of the catalog.
+    (docs/risk.md), except those in the files `but`. Raises GpufleetError if a file in traces/ is not a trace, or names
+    no type of the catalog.
     """
     rows = _of_traces(root / TRACES, {path.resolve() for path in but})
     for receipt in receipts.read(root)[0]:
@@ -48,13 +47,13 @@ def _of_traces(folder: Path, but: Collection[Path]) -> list[Observation]:
     for path in sorted(path for path in folder.glob("[!.]*") if path.suffix in (".csv", ".json")):
         if path.is_dir() or path.resolve() in but:
             continue
-        # imported here: most projects have no traces, and reading traces needs numpy
+        # imported here, because most projects have no traces, and reading them needs numpy
         from gpufleet.infra.catalog import load_catalog
         from gpufleet.infra.evidence import traces
 
         trace, catalog = traces.read(path), load_catalog(folder.parent)
         if not trace.type:
-            raise GpufleetError(f"{path}: it names no type; a trace in {TRACES}/ teaches the hazard of its type")
+            raise GpufleetError(f"{path}: it names no type, but bills learn a type's hazard from {TRACES}/; add `type`")
         if trace.type not in catalog.instances:  # otherwise no bill would ever use this trace
             raise GpufleetError(f"{path}: {catalog.unknown_type(trace.type)}. Correct its type, or move the file away")
         rows.append(trace.observation()._replace(gpus=catalog.instances[trace.type].gpu_count))
@@ -62,7 +61,7 @@ def _of_traces(folder: Path, but: Collection[Path]) -> list[Observation]:
 
 
 def _gpus(type_: str, root: Path) -> int:
-    """How many GPUs a node of the type has; 1 for a type that is not in the catalog."""
+    """The number of GPUs of a node of this type; 1 if the type is not in the catalog."""
     from gpufleet.infra.catalog import load_catalog
 
     known = load_catalog(root).instances.get(type_)

@@ -14,12 +14,12 @@ from gpufleet.infra.evidence.roofline import launch_ms, limit_ms
 from gpufleet.infra.evidence.speeds import OURS, ProvenStartUp, Speed, SpeedGroup, Speeds, family, shipped
 from gpufleet.job.kind import from_json
 
-_HOST_BOUND = 0.7  # share of a step above which the host's launches, not the GPU, decide its time
-NEWEST = 10  # number of newest nodes whose start-up counts
+_HOST_BOUND = 0.7  # if the host's launches take a larger share of a step, they decide its time, not the GPU
+NEWEST = 10  # the number of newest nodes whose start-up counts
 
 
 def known(root: Path, instances: Mapping[str, Instance], stack: str = "") -> Speeds:
-    """The table's figures, the figures measured under `root` (the project), and the start-up of the `stack`'s nodes."""
+    """The figures in the shipped table, those measured in the project `root`, and the start-up of the stack's nodes."""
     own = [
         speed
         for folder in (calibration.FOLDER, receipts.FOLDER)
@@ -33,8 +33,8 @@ def known(root: Path, instances: Mapping[str, Instance], stack: str = "") -> Spe
 
 
 def canary_start_ups(root: Path) -> dict[str, ProvenStartUp]:
-    """The start-up of nodes by a type's family, in the account's newest canary. The canary's image may be smaller than
-    the job's.
+    """By family of types, the start-up of nodes in the account's newest canary, whose image may be smaller than that of
+    the job.
     """
     last = newest(root)
     seconds = None if last is None else last.figure("node.started_s")
@@ -45,7 +45,7 @@ def canary_start_ups(root: Path) -> dict[str, ProvenStartUp]:
 
 
 def start_ups(root: Path, stack: str) -> dict[str, float]:
-    """Seconds from launch to first step by a type's family, the median of the newest nodes in the stack's receipts."""
+    """By family of types, seconds from launch to first step: the median of the newest nodes in the stack's receipts."""
     took: dict[str, list[float]] = {}
     for receipt in receipts.read(root, stack)[0] if stack else ():
         for attempt in () if receipt.rehearsal else receipt.attempts:
@@ -55,11 +55,11 @@ def start_ups(root: Path, stack: str) -> dict[str, float]:
 
 
 def _speeds(tree: Mapping[str, Any], instances: Mapping[str, Instance]) -> Iterator[Speed]:
-    """One figure for each phase of a shipped job that waited for its GPU."""
+    """Yields one figure for each phase of a shipped job in which the GPU, not the host, decided the time."""
     try:
         config = from_json(tree["experiment"], _nested(tree["settings"]))
     except ValueError:
-        return  # the settings are of another version
+        return  # another version wrote these settings
     device, ranks = tree["device"], int(tree["device"]["ranks"])
     node = next(
         (
@@ -86,7 +86,7 @@ def _speeds(tree: Mapping[str, Any], instances: Mapping[str, Instance]) -> Itera
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted path as a tree."""
+    """Settings by dotted path, turned into a tree."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         *above, key = path.split(".")

@@ -1,5 +1,5 @@
-"""Reads a canary's files in a project's proofs/. infra/canary/proof.py writes these files; files of the embedded AWS
-lie elsewhere, because they prove nothing about AWS.
+"""Reads the files of canaries in a project's proofs/, which infra/canary/proof.py writes. Files about the embedded AWS
+are elsewhere, because they prove nothing about AWS.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ FOLDER = "proofs"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """One file."""
+    """The file of a canary."""
 
     path: Path
     tree: dict[str, Any]
 
     @property
     def day(self) -> date:
-        """When the canary flew."""
+        """The day on which the canary ran."""
         return date.fromisoformat(self.tree["at"][:10])
 
     def figure(self, name: str, which: str = "median") -> float | None:
-        """A figure's `least`, `median` or `most`; None if the canary did not reach it."""
+        """The `least`, `median` or `most` of a figure; None if the canary did not reach it."""
         spread = self.tree["figures"].get(name)
         return None if spread is None else float(spread[which])
 
@@ -41,7 +41,7 @@ class Proof:
 
 
 def read(path: Path) -> Proof:
-    """Raises GpufleetError for a file that no canary wrote."""
+    """The proof in a file. Raises GpufleetError if no canary wrote the file."""
     try:
         tree = reading.parse(path.read_bytes())
         _check(Fields(tree))
@@ -52,7 +52,7 @@ def read(path: Path) -> Proof:
 
 
 def _check(fields: Fields) -> None:
-    """Raises DoubtError for a value that is missing or of another kind."""
+    """Raises DoubtError if a value is missing or of another kind."""
     fields.schema(SCHEMA)
     fields.need("at", reading.moment)
     fields.need("region", reading.text)
@@ -68,7 +68,7 @@ def _check(fields: Fields) -> None:
 
 
 def newest(root: Path, region: str = "") -> Proof | None:
-    """The newest proof of the region, or of any region, from a real account. None if there is none that can be read."""
+    """The newest readable proof from a real account, of this region or of any; None if there is none."""
     # file names begin with the day, so the newest comes first
     for path in sorted((root / FOLDER).glob("*.json"), reverse=True):
         try:

@@ -1,9 +1,9 @@
 """Reads, checks and scores the receipts of all runs, which shows how accurate the bills were.
 
-`gpufleet results` keeps them in `receipts/<stack>/<run>.json` of the project, to be committed. A receipt that is
-damaged, belongs to another stack or does not add up is reported and omitted; it never ends the program. A rehearsal's
-receipt never counts. A run's receipt counts if the run did what the bill priced: it finished, or max_usd or max_hours
-stopped it.
+`gpufleet results` keeps them in `receipts/<stack>/<run>.json` of the project, where users commit them. A receipt that
+is damaged, belongs to another stack or does not add up is reported and left out, but never ends the program. The
+receipt of a rehearsal never counts. The receipt of a run counts if the run did what the bill priced: it finished, or
+max_usd or max_hours stopped it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gpufleet.job.text import counted
 if TYPE_CHECKING:
     from gpufleet.job.contract.receipt import Receipt  # imported on use, because it takes 9 ms and most bills need none
 
-# The forms of a receipt's line.
+# The forms in which a line of a receipt is valid.
 LINES = (
     Column("name", "line"),
     Column("estimate", "bill, USD", "USD", 4),
@@ -38,14 +38,14 @@ TARGET = 0.8  # share of runs that should end between p10 and p90
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accuracy:
-    """How accurate the bills of the runs so far were. Percentages are of each run's estimate; a figure is the median
-    over the runs.
+    """How accurate the bills of past runs were. Each figure is the median over the runs, in percent of a run's
+    estimate.
     """
 
     runs: int
     error_percent: float  # absolute
     bias_percent: float  # signed: positive means that runs cost more than estimated
-    inside: float | None  # share of runs between p10 and p90, among bills with a range; None: none has one
+    inside: float | None  # share of runs between p10 and p90, among bills with a range; None if no bill has one
     by_cause: Mapping[str, float]  # absolute error if only this cause counted
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Accuracy:
 
 
 def read(root: Path, stack: str | None = None) -> tuple[list[Receipt], list[str]]:
-    """Every receipt under `root` (the project), by stack and oldest first, and a sentence for each invalid file."""
+    """Every receipt in the project `root`, by stack and oldest first; and a sentence about each invalid file."""
     valid, damaged = [], []
     for path in sorted((root / FOLDER).glob("*/[!.]*.json")):
         if stack not in (None, path.parent.name):
@@ -63,9 +63,9 @@ def read(root: Path, stack: str | None = None) -> tuple[list[Receipt], list[str]
         try:
             receipt = parse(path.read_bytes())
             if receipt.stack != path.parent.name:
-                raise ValueError(f"it is of stack {receipt.stack}")
+                raise ValueError(f"it belongs to stack {receipt.stack}")
             if receipt.run != path.stem:  # otherwise a copied receipt would count twice
-                raise ValueError(f"it is of run {receipt.run}")
+                raise ValueError(f"it belongs to run {receipt.run}")
             valid.append(receipt)
         except (OSError, ValueError) as error:
             damaged.append(f"{path.relative_to(root)} is left out: {error}")
@@ -73,20 +73,20 @@ def read(root: Path, stack: str | None = None) -> tuple[list[Receipt], list[str]
 
 
 def counts(receipt: Receipt) -> bool:
-    """Whether the receipt belongs to the score."""
+    """Whether the receipt counts in the score."""
     from gpufleet.job.contract.done import GRADED
 
     return not receipt.rehearsal and receipt.reason in GRADED
 
 
 def parse(content: bytes) -> Receipt:
-    """A receipt.json that adds up. Raises ValueError with the problem."""
+    """The receipt in the content of a receipt.json. Raises ValueError if it is damaged or does not add up."""
     from gpufleet.job.contract import receipt as contract
 
     receipt = contract.parse(content)
     date.fromisoformat(receipt.at[:10])
     if receipt.estimate <= 0 or receipt.p10 > receipt.p90:
-        raise ValueError("its amounts are not amounts")
+        raise ValueError("its amounts are not numbers of USD")
     listed = sum((line.actual for line in receipt.lines), Decimal(0))
     if sum(receipt.causes.values()) != receipt.difference or listed != receipt.actual:
         raise ValueError("it does not add up: lines and causes must equal the amounts they explain")
@@ -94,21 +94,21 @@ def parse(content: bytes) -> Receipt:
 
 
 def keep(content: bytes, root: Path, stack: str, run: str) -> Path:
-    """Stores a downloaded receipt for later bills; returns its path. Raises ValueError if the receipt is not this
-    run's.
+    """Stores a downloaded receipt for later bills, and returns its path. Raises ValueError if it belongs to another
+    run.
     """
     receipt = parse(content)
     if (receipt.stack, receipt.run) != (stack, run):
-        raise ValueError(f"it is of run {receipt.run} of {receipt.stack}")
+        raise ValueError(f"it belongs to run {receipt.run} of {receipt.stack}")
     if Path(run).name != run or Path(stack).name != stack:
-        raise ValueError(f"{stack}/{run} is no name for a file")
+        raise ValueError(f"{stack}/{run} cannot be the name of a file")
     path = root / FOLDER / stack / f"{run}.json"
     atomic.write_bytes(path, content)
     return path
 
 
 def score(root: Path, stack: str | None = None) -> Accuracy | None:
-    """The score of all receipts under `root`, or of one stack's; None if none counts."""
+    """The score of all receipts under `root`, or of those of one stack; None if none counts."""
     return grade(read(root, stack)[0])
 
 

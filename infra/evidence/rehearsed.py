@@ -1,4 +1,4 @@
-"""The results of a stack's rehearsals that a run's bill uses, from their summary.json."""
+"""Reads those results of a stack's rehearsals that the bill uses, from their summary.json."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job import atomic
 
 FOLDER, SUMMARY = "rehearsals", "summary.json"
-SAVES = "saves_on_signal"  # true, false; null: not shown
+SAVES = "saves_on_signal"  # true or false; null if the rehearsal did not show it
 
 
 def saves_doubt(definition: StackDefinition, root: Path) -> str:
     """A warning that no rehearsal on this machine has shown the declared job.stop.saves; empty if the newest rehearsal
-    with an answer has.
+    that has an answer did.
     """
     config = definition.job.parameters
     if config.code_folders() or not config.saves_on_signal:  # ready-made jobs always save
@@ -24,6 +24,6 @@ def saves_doubt(definition: StackDefinition, root: Path) -> str:
         return ""
     why = "in the newest rehearsal it saved nothing" if results else "no rehearsal here has shown it"
     return (
-        f"job.stop.saves is true, and {why}: where the script saves nothing on a signal, each notice costs what it has"
-        f" trained since its last checkpoint. `gpufleet rehearse {definition.name}` tells"
+        f"job.stop.saves is true, and {why}: if the script saves nothing on a signal, each notice costs what it has"
+        f" trained since its last checkpoint. `gpufleet rehearse {definition.name}` checks it"
     )

@@ -1,4 +1,4 @@
-"""Computes bounds for the speed of a phase: the GPU by its data sheet, the host's launches, and the exchange between
+"""Computes what bounds the speed of a phase: the GPU by its data sheet, the host's launches, and the exchange between
 several GPUs.
 """
 
@@ -13,24 +13,25 @@ from gpufleet.job.kind.common import GB, PhaseSize, Rung
 # Share of a link's data sheet that an all-reduce over eight GPUs reaches: 231 of 300 GB/s on p4d.24xlarge
 # (github.com/NVIDIA/nccl/issues/527, 2022), 28 of 63 over PCIe 5.0 (issues/1639 there, 2025).
 REACHED: Mapping[str, float] = {"nvlink": 0.77, "pcie": 0.45}
-NETWORK_REACHED = 0.8  # share of a node's baseline network rate: an assumption
-# Share of a step's own work during which the step's ranks may exchange: with this share the losses of 1B to 13B models
-# over 16 to 128 H100s come out within 2 % (llm-foundry scripts/train/benchmarking, 2025-07).
+NETWORK_REACHED = 0.8  # share of a node's baseline network rate; an assumption
+# Share of a step's own work during which ranks can exchange at the same time. With this share, the computed losses of
+# 1B to 13B models over 16 to 128 H100s are within 2 % of the published ones (llm-foundry scripts/train/benchmarking,
+# 2025-07).
 BESIDE = 0.8
-GRADIENT_BYTES = 4  # bytes per gradient that is summed over ranks, in fp32
+GRADIENT_BYTES = 4  # gradients are summed over ranks in fp32
 
 
 def limit_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> float | None:
-    """Milliseconds of a step of phase `index` at the data sheet's rates; None if the sheet lacks one."""
+    """Milliseconds of a step of phase `index` at the rates of the data sheet; None if the sheet lacks one."""
     parts = limits_ms(index, instance, config, ranks)
     return None if parts is None else sum(parts)
 
 
 def limits_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> tuple[float, float] | None:
-    """Milliseconds of a step of phase `index` for its products at the dense peak of `ranks` GPUs, and for its traffic
-    at their memory's bandwidth; None if the data sheet lacks the peak or the bandwidth. Activation checkpointing
-    repeats reads and writes, not products (job/experiments/models/selective.py); a rung that keeps no products
-    computes one more forward pass.
+    """Milliseconds of a step of phase `index`: for its products at the dense peak of `ranks` GPUs, and for its traffic
+    at the bandwidth of their memory. None if the data sheet lacks one of these. Activation checkpointing repeats reads
+    and writes, not products (job/experiments/models/selective.py); a rung that keeps no products needs one more forward
+    pass.
     """
     size, gpu, share = config.phases()[index], instance.gpu, instance.gpu_share
     peak, bandwidth = gpu.peak_tflops(config.products()), gpu.bandwidth_gb_s
@@ -51,7 +52,7 @@ def limits_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> 
 
 
 def launch_ms(size: PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float:
-    """Milliseconds of the host for a step's batch and launches, with the micro-batches that the GPUs hold."""
+    """Milliseconds of the host for a step's batch and launches, with the micro-batches that fit on the GPUs."""
     prepared = size.launch_ms + batch.rows_per_rank(config, ranks) * size.row_host_ms
     if not size.micro_launch_ms:
         return prepared
@@ -76,12 +77,12 @@ def exchange_ms(
 
 
 def between_nodes_bytes(size: PhaseSize, nodes: int) -> float:
-    """Bytes that each node sends per step: every gradient twice, except for its own part."""
+    """Bytes that each node sends per step: every gradient twice, except those of its own part."""
     return 2 * (nodes - 1) / nodes * size.params_trained * GRADIENT_BYTES
 
 
 def with_exchange(work_ms: float, within_ms: float, between_ms: float) -> float:
-    """Milliseconds of a step with its exchange, which overlaps `work_ms` within a node and follows it between nodes."""
+    """Milliseconds of a step with its exchange: within a node it overlaps the work, and between nodes it follows it."""
     return work_ms + max(0.0, within_ms - BESIDE * work_ms) + between_ms
 
 

@@ -1,11 +1,13 @@
 """Estimates the share of a GPU's dense peak that training reaches, by GPU and kind of work, from public measurements
 and from those of this project. `speeds.csv` beside this module has the public measurements and those of the shipped
-jobs, each with source and date. The fit writes the logarithm of a share as a sum: a mean; an effect of the GPU; an
-effect of the kind of work; an effect of the source (whose code, on whose machines); an effect of the cell of all three
-and of several GPUs; and a rest. Each effect's own sigma draws it towards zero. So a GPU with many figures has its own
-efficiency, a GPU without figures has the mean and a wide interval, and each receipt or calibration of a project also
-moves the estimates for other GPUs and jobs. The same fit gives the ratio of one code's shares on two GPUs, where source
-and kind cancel. bench/speed_coverage.py leaves each source out in turn.
+jobs, each with source and date.
+
+The fit writes the logarithm of a share as a sum of a mean, an effect of the GPU, an effect of the kind of work, an
+effect of the source (whose code, on whose machines), an effect of the combination of these three and of several GPUs,
+and a rest. Each effect has a sigma that draws it towards zero. So a GPU with many figures has its own efficiency, a GPU
+without figures has the mean and a wide range, and each receipt or calibration of a project also affects the estimates
+for other GPUs and jobs. The same fit gives the ratio of the shares that the same code reaches on two GPUs, in which
+source and kind cancel. bench/speed_coverage.py tests the fit by leaving out each source in turn.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from gpufleet.infra.catalog import SHIPPED, read_catalog
 OURS = "gpufleet"  # the source of the shipped jobs
 NOBODY = ""  # the source of a job without a figure in the table
 MEAN = math.log(0.42)  # mean of ln share before any figure is known
-# Sigmas of ln share: mean, GPU, kind, source, cell, rest. They are near the most likely values; bench/results/speed.md.
+# Sigmas of ln share: mean, GPU, kind, source, combination (cell), rest. They are near the most likely values
+# (bench/results/speed.md).
 MEAN_SIGMA, GPU_SIGMA, KIND_SIGMA, SOURCE_SIGMA, CELL_SIGMA, REST_SIGMA = 0.15, 0.16, 0.1, 0.3, 0.12, 0.14
 
 Floats = NDArray[np.float64]
@@ -36,7 +39,7 @@ class SpeedGroup(NamedTuple):
     """The GPU and the kind of work to which a share of the peak applies."""
 
     gpu: str
-    kind: str  # kind of work: PhaseSize.kind
+    kind: str  # the kind of work, PhaseSize.kind
     source: str
     several: bool  # whether there are several GPUs
 
@@ -46,16 +49,16 @@ class Speed(NamedTuple):
 
     place: SpeedGroup
     share: float  # share of the dense peak
-    name: str = ""  # for people
+    name: str = ""  # a name for people
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """The expected share: log-normal, with `share` as its median."""
+    """The expected share: a log-normal with the median `share`."""
 
     share: float
     sigma: float
-    shared: float  # the part of sigma that a job shares on every GPU
+    shared: float  # the part of sigma that is the same for a job on every GPU
     whose: str = ""  # the source of a measurement, for the bill
 
 
@@ -67,8 +70,8 @@ class ProvenStartUp(NamedTuple):
 
 
 class Speeds:
-    """The fitted figures. `setup_s` has the seconds to the first step of this stack's nodes, by family of types;
-    `canary_s` has the same seconds from the account's newest canary.
+    """The fitted figures. `setup_s`: by family of types, the seconds until the first step on this stack's nodes.
+    `canary_s`: the same seconds from the account's newest canary.
     """
 
     def __init__(
@@ -86,14 +89,14 @@ class Speeds:
         self._told: dict[SpeedGroup, Expected] = {}
 
     def expect(self, place: SpeedGroup) -> Expected:
-        """The expected share for a group, whether or not it was measured."""
+        """The expected share for a group, even if it was never measured."""
         if place not in self._told:
             self._told[place] = self._expect(place)
         return self._told[place]
 
     def ratio(self, measured: SpeedGroup, asked: SpeedGroup) -> tuple[float, float]:
-        """The share that one code reaches for `asked`, over the share that it reaches for `measured`: the median of
-        this ratio, and the sigma of its logarithm.
+        """The share that the same code reaches for `asked`, divided by the share that it reaches for `measured`: the
+        median of this ratio, and the sigma of its logarithm.
         """
         both = [measured, asked]
         to_known = _covariance(both, self._places)
@@ -103,7 +106,7 @@ class Speeds:
         return math.exp(there - here), math.sqrt(variance)
 
     def _expect(self, place: SpeedGroup) -> Expected:
-        # for an unmeasured GPU, the uncertainty that it shares with this GPU is due to the job
+        # what remains uncertain for an unmeasured GPU together with this one is due to the job
         elsewhere = place._replace(gpu="")
         both = [place, elsewhere]
         to_known = _covariance(both, self._places)
@@ -126,7 +129,7 @@ class Speeds:
 
 @cache
 def shipped() -> Speeds:
-    """The table's figures, by the peaks of the shipped catalog."""
+    """The figures of the shipped table, with the peaks of the shipped catalog."""
     gpus = {instance.gpu.name: instance.gpu for instance in read_catalog(SHIPPED, None).instances.values()}
     with Path(__file__).with_name("speeds.csv").open(encoding="utf-8", newline="") as lines:
         return Speeds(_figure(row, gpus[row["gpu"]].bf16_tflops or math.nan) for row in csv.DictReader(lines))
@@ -140,7 +143,7 @@ def _figure(row: Mapping[str, str], peak: float) -> Speed:
 
 
 def _covariance(rows: Sequence[SpeedGroup], columns: Sequence[SpeedGroup]) -> Floats:
-    """The covariance of ln share, without the rest."""
+    """The covariance of ln share, without the part of REST_SIGMA, which no two measurements share."""
     covariance = np.full((len(rows), len(columns)), MEAN_SIGMA**2)
     for at, sigma in ((0, GPU_SIGMA), (1, KIND_SIGMA), (2, SOURCE_SIGMA)):
         row_keys, column_keys = (np.array([group[at] for group in some], dtype=object) for some in (rows, columns))
@@ -151,5 +154,5 @@ def _covariance(rows: Sequence[SpeedGroup], columns: Sequence[SpeedGroup]) -> Fl
 
 
 def family(type_: str) -> str:
-    """`p` or `g`: nodes of one family take about as long to start."""
+    """The type's family, `p` or `g`: nodes of one family take about the same time to start."""
     return "p" if type_.startswith("p") else "g"

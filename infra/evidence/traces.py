@@ -1,5 +1,5 @@
-"""Reads availability traces: the stretches of hours in which one spot node was available in a zone. Formats:
-docs/risk.md.
+"""Reads availability traces: the stretches of hours in which a spot node was available in a zone. docs/risk.md has the
+formats.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ from gpufleet.infra.evidence.observation import Observation
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import DoubtError, Fields
 
-LONGEST_H = 1e6  # longest trace
+LONGEST_H = 1e6  # most hours of a trace
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """The stretches [up_from_h, up_to_h) of a trace's `hours` in which nodes were available, in order and without
-    overlap.
-    """
+    """The stretches [up_from_h, up_to_h) of the `hours` in which nodes were available, in order, not overlapping."""
 
     up_from_h: Floats
     up_to_h: Floats
@@ -45,7 +43,7 @@ class Trace:
 
     @property
     def interruptions(self) -> int:
-        """The number of ends of stretches; the end of the trace itself does not count."""
+        """The number of stretches that end before the trace does."""
         return int((self.up_to_h < self.hours).sum())
 
     def observation(self) -> Observation:
@@ -64,9 +62,9 @@ class Trace:
 
 
 def read(path: Path) -> Trace:
-    """The trace in a .csv or .json file. Raises GpufleetError."""
+    """The trace in a .csv or .json file. Raises GpufleetError if there is none."""
     if path.suffix not in (".csv", ".json"):
-        raise GpufleetError(f"{path}: a trace is a .csv or a .json file (`gpufleet docs risk`); STACK comes after it")
+        raise GpufleetError(f"{path}: a trace is a .csv or .json file (`gpufleet docs risk`); write STACK after traces")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -99,7 +97,7 @@ def _gap_s(value: Any) -> float:
 
 
 def _counts(value: Any) -> Floats:
-    """Numbers of nodes that were available."""
+    """The numbers of nodes that were available."""
     with suppress(DoubtError):
         counts = np.asarray(reading.listed(reading.number)(value), dtype=np.float64)
         if counts.size and (counts >= 0).all():
@@ -123,13 +121,13 @@ def _csv(text: str, path: Path) -> Trace:
 
 
 def _column(rows: Sequence[dict[str, str | Any]], key: str) -> Floats:
-    """The numbers in the column of this name. Raises ValueError with the row of a value that is no number."""
+    """The numbers in the column with this name. Raises ValueError, which names the row, if a value is not a number."""
     numbers = np.zeros(len(rows))
     for number, row in enumerate(rows):
         try:
             numbers[number] = float(row[key] or "")
         except ValueError:
-            raise ValueError(f"row {number + 1} below the names: {key} is {row[key] or ''!r}, no number") from None
+            raise ValueError(f"row {number + 1} below the names: {key} is {row[key] or ''!r}, not a number") from None
     return numbers
 
 
@@ -147,7 +145,7 @@ def _trace(
     path: Path,
     about: Mapping[str, Any],
 ) -> Trace:
-    """The trace with stretches where `up`, which holds from each of `at_h` on, is true."""
+    """The trace. `up`: for each of `at_h`, whether nodes were available from this hour on."""
     if hours > LONGEST_H:
         raise ValueError(f"it is {hours:.3g} h long; allowed: at most {LONGEST_H:.0f}")
     change = np.diff(np.concatenate(([0], up.astype(np.int8), [0])))

@@ -1,3 +1,1 @@
-"""A run's inputs: `gpufleet prepare` makes the inputs, and these modules check that the inputs match the definition
-file.
-"""
+"""A run's inputs: `gpufleet prepare` makes them, and these modules check that they match the definition file."""

@@ -1,7 +1,7 @@
-"""Packs the job package into one file for the bucket; the same sources give the same bytes on every machine. The file's
-hash is its name in the bucket and is part of user-data, so a run trains with the code that its preview showed. The hash
-is also the file's name in the project's own .gpufleet/, where the engine reads the file: a stack's state names the
-file, and holds no copy.
+"""Packs the job package into one file for the bucket. The same sources give the same bytes on every machine. The file's
+hash is its name in the bucket and part of the user-data, so that a run trains with the code that its preview showed.
+The hash is also the file's name in the project's .gpufleet/, from where the engine reads it: a stack's state names the
+file, but has no copy.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from gpufleet.infra.inputs.folders import FOLDER
 from gpufleet.job import atomic
 
 _LEFT_OUT = {"__pycache__", "tests"}
-_BLOCK = 65535  # longest stored block of a deflate stream (RFC 1951)
+_BLOCK = 65535  # the longest stored block of a deflate stream (RFC 1951)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Archive:
-    """A tar.gz that unpacks to `gpufleet/job/`, in a `gpufleet` without anything else."""
+    """A tar.gz that unpacks to `gpufleet/job/` and nothing else."""
 
     content: bytes
     sha256: str
 
     def file(self, root: Path) -> Path:
-        """The archive's file in the project `root`, written now unless it exists. No other archive is removed: while a
-        run is up, its engine reads the archive with which the run began.
+        """The archive's file in the project `root`; written if it does not exist. Other archives are not removed,
+        because the engine still reads the one with which a run began.
         """
         path = root / FOLDER / f"job-{self.sha256}.tar.gz"
         if not path.exists() or path.stat().st_size != len(self.content):
@@ -41,9 +41,8 @@ class Archive:
 
 
 def build(job_package_dir: Path) -> Archive:
-    """The archive of every file under the package, sorted, without times, owners, modes, caches and tests.
-
-    Raises FileNotFoundError if the folder has no file.
+    """The archive of all files of the package, sorted, without times, owners, modes, caches and tests. Raises
+    FileNotFoundError if the folder has no file.
     """
     contents = {
         f"gpufleet/job/{path.relative_to(job_package_dir).as_posix()}": path.read_bytes()
@@ -51,12 +50,12 @@ def build(job_package_dir: Path) -> Archive:
         if path.is_file() and _wanted(path.relative_to(job_package_dir))
     }
     if not contents:
-        raise FileNotFoundError(f"{job_package_dir}: no job package there")
+        raise FileNotFoundError(f"{job_package_dir}: there is no job package")
     contents["gpufleet/__init__.py"] = b""
     packed = io.BytesIO()
     with packing(packed, tarfile.USTAR_FORMAT) as tar:
         for name, content in sorted(contents.items()):
-            entry = tarfile.TarInfo(name)  # time 0, owner 0, mode 0644
+            entry = tarfile.TarInfo(name)  # has time 0, owner 0, mode 0644
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
     return Archive(content=packed.getvalue(), sha256=hashlib.sha256(packed.getvalue()).hexdigest())
@@ -64,7 +63,7 @@ def build(job_package_dir: Path) -> Archive:
 
 @contextmanager
 def packing(target: BinaryIO, form: int) -> Iterator[tarfile.TarFile]:
-    """A tar.gz for adding entries, which are written to `target` at once; `form` is one of tarfile's formats."""
+    """A tar.gz to which entries are added; they are written to `target` at once. `form`: one of tarfile's formats."""
     stored = _StoredGzip(target)
     with tarfile.open(fileobj=stored, mode="w|", format=form, encoding="utf-8") as tar:  # type: ignore[call-overload]
         yield tar
@@ -76,7 +75,7 @@ def _wanted(relative: Path) -> bool:
 
 
 class _StoredGzip:
-    """gzip without compression (RFC 1952): a compressor's output differs between zlib builds, and so would the hash."""
+    """gzip without compression (RFC 1952), because zlib builds compress differently, and the hash must not differ."""
 
     def __init__(self, target: BinaryIO) -> None:
         self._target, self._waiting = target, bytearray()

@@ -30,12 +30,12 @@ class Bake:
 
     ami: str
     region: str
-    base_ami: str  # the AMI that its builder started from
+    base_ami: str  # the AMI from which its builder started
     images: tuple[str, ...]  # with their digests
     made: str
-    until: str  # when a schedule deletes it
-    usd_per_month: Decimal  # of its snapshot
-    builder_usd: Decimal  # of making it, by the builder's bill
+    until: str  # the time at which a schedule deletes it
+    usd_per_month: Decimal  # the price of its snapshot
+    builder_usd: Decimal  # what making it cost, by the builder's bill
     pulled_s: Decimal  # how long its builder took to pull the images
 
     @property
@@ -80,8 +80,8 @@ def write(bake: Bake | BakedData, root: Path) -> Path:
 
 
 def read(definition: StackDefinition, root: Path) -> Bake | None:
-    """The bake that the definition's nodes start from; None without one. Raises GpufleetError for a file that no bake
-    wrote.
+    """The bake from which the definition's nodes start; None if there is none. Raises GpufleetError if no bake wrote
+    the file.
     """
     return _read(Bake, definition.fleet.baked_ami, root)
 
@@ -115,13 +115,13 @@ def not_ready(definition: StackDefinition, root: Path) -> Iterator[str]:
     if fleet.baked_ami is None:
         return
     if bake is None:
-        why = f"has no {FOLDER}/{fleet.baked_ami}.json, so what it holds is not known"
+        why = f"has no {FOLDER}/{fleet.baked_ami}.json, so its images are unknown"
     elif missing := [image for image in definition.job.images if image not in bake.images]:
-        why = f"holds {', '.join(bake.images)}, and the job needs {', '.join(missing)}"
+        why = f"contains {', '.join(bake.images)}, but the job needs {', '.join(missing)}"
     elif bake.base_ami != fleet.ami:
-        why = f"was made from {bake.base_ami}, and fleet.ami is {fleet.ami}"
+        why = f"was made from {bake.base_ami}, but fleet.ami is {fleet.ami}"
     elif bake.region != fleet.region:
-        why = f"is in {bake.region}, and fleet.region is {fleet.region}"
+        why = f"is in {bake.region}, but fleet.region is {fleet.region}"
     else:
         return
     yield f"fleet.baked_ami, {fleet.baked_ami}, {why}: {_advice(definition)}."

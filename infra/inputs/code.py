@@ -1,6 +1,5 @@
-"""Packs the folder of a command's code into one file for the bucket: the files that git would ship, with the user's
-uncommitted changes. The module writes nothing into the folder or git's index. The same files give the same bytes on
-every machine.
+"""Packs the folder of a command's code into one file for the bucket: the files that git would ship, with uncommitted
+changes. The module writes nothing into the folder or git's index. The same files give the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -27,22 +26,20 @@ if TYPE_CHECKING:
     from gpufleet.job.kind.common import Code
 
 MIB = 1024 * 1024
-LARGEST = 5  # number of files that a message names if all together are too large
+LARGEST = 5  # if the files are too large together, a message names this many of the largest
 _LEFT_OUT = (".git", "__pycache__")
-ENVIRONMENTS = (".venv", "venv")  # folders below the code's folder in which the code's own Python is searched
-_ENVIRONMENT = "pyvenv.cfg"  # a file that marks the folder of a virtual environment, which works nowhere else
+ENVIRONMENTS = (".venv", "venv")  # folders in which the code may have its own Python
+_ENVIRONMENT = "pyvenv.cfg"  # a folder with this file is a virtual environment, which works only where it is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tree:
-    """The files and links of a folder to ship, by name. `commit`: the commit of the folder's repository; None without a
-    repository.
-    """
+    """The files and links of a folder to ship, by name. `commit`: the commit of its repository; None if it has none."""
 
     folder: Path
     files: dict[str, Path]
     commit: str | None
-    changed: bool  # whether the folder differs from that commit, also by untracked files
+    changed: bool  # whether the folder differs from that commit, for example by untracked files
 
     @property
     def bytes(self) -> int:
@@ -51,14 +48,14 @@ class Tree:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """The archive of a tree, in the project's own folder."""
+    """The archive of a tree, as a file in the project's .gpufleet/."""
 
     tree: Tree
     file: Path
     sha256: str
 
     def input_entry(self) -> dict[str, Any]:
-        """The input in the form of run.json."""
+        """The input's entry in run.json."""
         size = self.file.stat().st_size
         files = [{"name": CODE, "bytes": size, "sha256": self.sha256}]
         git_state = {"commit": self.tree.commit, "changed": self.tree.changed}
@@ -73,7 +70,7 @@ def read(definition: StackDefinition, root: Path) -> Tree | None:
         return None
     folder = root / code.folder
     if not folder.is_dir():
-        raise _refused(definition, code.folder, "a folder that is there", f"There is no {folder.resolve()}.")
+        raise _refused(definition, code.folder, "a folder that exists", f"There is no {folder.resolve()}.")
     commit = git.ask(folder, "rev-parse", "--verify", "-q", "HEAD")
     ours = _projects_own(folder, root)
     parts = list(_repositories(folder))
@@ -87,7 +84,7 @@ def read(definition: StackDefinition, root: Path) -> Tree | None:
         changed=bool(commit) and any(git.status(part, "--", ".") for _, part, _ in parts),
     )
     if not files:
-        raise _refused(definition, code.folder, "a folder with files", "Nothing in it is shipped.")
+        raise _refused(definition, code.folder, "a folder with files", "No file in it would be shipped.")
     if tree.bytes > code.max_mib * MIB:
         raise _refused(definition, _size(tree.bytes), *_too_large(tree, code))
     for name, path in files.items():
@@ -96,7 +93,7 @@ def read(definition: StackDefinition, root: Path) -> Tree | None:
                 f"{name} leads to {path.resolve()}: put a copy in its place, or name it under job.code.exclude."
                 " Data belongs under storage.inputs."
             )
-            raise _refused(definition, code.folder, "a folder that holds all of its code", hint)
+            raise _refused(definition, code.folder, "a folder that contains all of its code", hint)
     return tree
 
 
@@ -117,28 +114,28 @@ def pack(tree: Tree, root: Path) -> Packed:
 
 
 def programs(definition: StackDefinition, root: Path) -> Path | None:
-    """The folder that comes first on the PATH of a command on this machine. It belongs to `rehearsal.python`, else to
-    the environment in the code's folder, else to the environment in which gpufleet was installed beside the user's
-    packages. None without these: then the command uses the system's programs. Raises GpufleetError.
+    """The folder to put first on the PATH of a command on this machine: that of `rehearsal.python`, or of the
+    environment in the code's folder, or of the environment in which gpufleet was installed beside the user's packages.
+    None if there is none of these: the command then uses the system's programs. Raises GpufleetError.
     """
     if definition.python:
         python = root / definition.python
         if not python.is_file():
             raise GpufleetError(
-                f"{definition.source}: rehearsal.python: {definition.python} is no file; name the interpreter that has"
-                " what the command imports, such as ../my-model/.venv/bin/python"
+                f"{definition.source}: rehearsal.python: there is no file {definition.python}; name the interpreter"
+                " that has what the command imports, such as ../my-model/.venv/bin/python"
             )
-        return python.absolute().parent  # not resolved, because the interpreter of an environment is a link
+        return python.absolute().parent  # not resolved, because an environment's interpreter is a link
     code = definition.job.parameters.demands.code
     places = [root / code.folder / name / "bin" for name in ENVIRONMENTS] if code else []
-    if Path(__file__).is_relative_to(sys.prefix):  # except a clone's environment, which is gpufleet's alone
+    if Path(__file__).is_relative_to(sys.prefix):  # not for a clone, whose environment has none of the user's packages
         places.append(Path(os.environ.get("VIRTUAL_ENV", sys.prefix)) / "bin")
     return next((place.absolute() for place in places if (place / "python").exists()), None)
 
 
 def digest(definition: StackDefinition, root: Path) -> str:
-    """The hash that the archive of the command's code has now, or would have; empty if the image has all code, or the
-    code cannot be packed.
+    """The hash of the archive of the command's code as it is now; empty if the image has all code, or the code cannot
+    be packed.
     """
     try:
         tree = read(definition, root)
@@ -151,13 +148,13 @@ def digest(definition: StackDefinition, root: Path) -> str:
 
 
 def unpack(packed: Packed, folder: Path) -> None:
-    """Unpacks the code as on a node."""
+    """Unpacks the code as a node does."""
     with tarfile.open(packed.file) as tar:
         tar.extractall(folder, filter="data")
 
 
 class _Hashing:
-    """A file that is only hashed."""
+    """A writable file that only hashes what is written."""
 
     def __init__(self) -> None:
         self.sha256 = hashlib.sha256()
@@ -175,7 +172,7 @@ def _write(tree: Tree, target: BinaryIO) -> None:
 
 
 def _add(tar: tarfile.TarFile, name: str, path: Path, folder: Path) -> None:
-    """Adds a file without time and owner. Of the file's mode it keeps, like git, only the right to execute."""
+    """Adds a file, without time and owner. Like git, it keeps of the file's mode only the right to execute."""
     entry = tarfile.TarInfo(name)
     if path.is_symlink() and (target := _target_inside(path, folder)):
         entry.type = tarfile.SYMTYPE
@@ -189,26 +186,26 @@ def _add(tar: tarfile.TarFile, name: str, path: Path, folder: Path) -> None:
 
 
 def _target_inside(link: Path, folder: Path) -> Path | None:
-    """The target of a link; None if the target is outside of the folder."""
+    """The target of a link; None if it is outside of the folder."""
     target = link.resolve()
     return target if target.is_relative_to(folder.resolve()) else None
 
 
 def files_in(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Files and links by name, without those of virtual environments: the files that git tracks or would track; without
-    git, all files.
+    """Yields files and links with their names, except those in virtual environments: the files that git tracks or would
+    track, or all files if the folder is not in git.
     """
     return _named(_repositories(folder))
 
 
 def _repositories(folder: Path, above: str = "") -> Iterator[tuple[str, Path, set[str]]]:
-    """(prefix of names, folder, names) for the folder and for each repository nested in it."""
+    """Yields (prefix of names, folder, names) for the folder and for each repository nested in it."""
     listed = git.ask(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     names = {os.fsdecode(name) for name in listed.split(b"\0") if name} if listed else set(_walk(folder))
     environments = tuple(name.removesuffix(_ENVIRONMENT) for name in names if name.endswith(f"/{_ENVIRONMENT}"))
     names = {
         name for name in names if not name.startswith(environments) and not (folder / name / _ENVIRONMENT).exists()
-    }  # a link to an environment is a single name
+    }  # a link to an environment counts as a file
     yield above, folder, names
     for name in names:
         if (folder / name).is_dir() and not (folder / name).is_symlink():
@@ -223,8 +220,8 @@ def _named(parts: Iterable[tuple[str, Path, set[str]]]) -> Iterator[tuple[str, P
 
 
 def _projects_own(folder: Path, root: Path) -> Callable[[str], bool]:
-    """Whether a name in the folder of code is a file of the project `root`. The project may lie in that folder, or be
-    that folder.
+    """A function that says whether a name in the folder of code is one of gpufleet's files in the project `root`. The
+    project may be that folder, or lie in it.
     """
     if not root.resolve().is_relative_to(folder.resolve()):
         return lambda name: False
@@ -242,7 +239,7 @@ def _walk(folder: Path) -> Iterator[str]:
 
 
 def _is_excluded(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a pattern matches the whole name, a folder above it, or any one part."""
+    """Whether a pattern matches the whole name, a folder above it, or a single part of it."""
     parts = name.split("/")
     above = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
     return any(fnmatchcase(part, pattern.rstrip("/")) for pattern in patterns for part in (*above, *parts))

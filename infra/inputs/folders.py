@@ -1,6 +1,5 @@
-"""A command's inputs: local folders, hashed here and uploaded once, and s3:// prefixes, listed here and read there.
-
-Hashes and listings are kept in the project's own folder; nothing is written into the user's.
+"""A command's inputs: local folders, which are hashed here and uploaded once, and s3:// prefixes, which are listed here
+and read by the node. Hashes and listings are kept in the project's .gpufleet/; nothing is written into the inputs.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from gpufleet.job.contract.inputs import InputFile
 from gpufleet.job.contract.reading import DoubtError
 
 FOLDER = ".gpufleet"  # a folder of the project that git ignores
-MOST_FILES = 1000  # the most files in a local folder, because each file is a resource of the stack and a billed request
+MOST_FILES = 1000  # most files in a local folder, because each file is a resource of the stack and a billed request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
-    """The present content of an input. With `folder` None the input is in a bucket, and `files` are only counted."""
+    """The content of an input. If `folder` is None, the input is in a bucket, and its files are only counted."""
 
     uri: str | None
     folder: Path | None
@@ -37,12 +36,12 @@ class Listed:
     files: tuple[InputFile, ...] = ()
 
     def input_entry(self) -> dict[str, Any]:
-        """The input as in run.json."""
+        """The input's entry in run.json."""
         return {"uri": self.uri, "sha256": self.sha256, "files": [asdict(file) for file in self.files]}
 
 
 def read(definition: StackDefinition, root: Path) -> dict[str, Listed]:
-    """The existing inputs, by name: new and changed files of a local folder are hashed now, an s3:// prefix has what
+    """The existing inputs, by name. Hashes the new and changed files of local folders; for an s3:// prefix, uses what
     `listed` kept. `missing` reports inputs that do not exist.
     """
     inputs = {name: _hashed(folder, root) for name, folder in _local(definition, root) if not _unfit(folder)}
@@ -60,7 +59,7 @@ def content(place: str, root: Path) -> Listed | None:
 
 
 def missing(definition: StackDefinition, root: Path) -> Iterator[str]:
-    """Why a run cannot begin, a sentence per input."""
+    """Yields a sentence for each input without which a run cannot begin."""
     for name, folder in _local(definition, root):
         if why := _unfit(folder):
             yield f"storage.inputs.{name}, {(definition.storage.inputs or {})[name]}, {why}."
@@ -70,15 +69,13 @@ def missing(definition: StackDefinition, root: Path) -> Iterator[str]:
 
 
 def size(definition: StackDefinition, root: Path) -> int:
-    """The bytes of local folders that the stack uploads, as far as the folders exist. Nothing is hashed."""
+    """The bytes of existing local folders that the stack uploads. Nothing is hashed."""
     folders = [folder for _, folder in _local(definition, root) if folder.is_dir()]
     return sum(path.stat().st_size for folder in folders for path in files_of(folder).values())
 
 
 def listed(uri: str, root: Path, client: Any) -> Listed:
-    """The objects at an s3:// prefix, which S3 lists; the list is kept for `read`. Raises GpufleetError if there are
-    none.
-    """
+    """The objects at an s3:// prefix, from S3; the list is kept for `read`. Raises GpufleetError if there are none."""
     bucket, _, path = uri.removeprefix("s3://").partition("/")
     prefix = f"{path.strip('/')}/" if path.strip("/") else ""
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
@@ -89,7 +86,7 @@ def listed(uri: str, root: Path, client: Any) -> Listed:
         if listing.is_file(item["Key"].removeprefix(prefix))
     ]
     if not files:
-        raise GpufleetError(f"{uri} holds no file: put storage.inputs right, or copy the data there")
+        raise GpufleetError(f"{uri} has no files: correct storage.inputs, or copy the data there")
     for name, _, _ in files:
         try:
             reading.name(name)
@@ -104,39 +101,39 @@ def listed(uri: str, root: Path, client: Any) -> Listed:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """The files below a folder by name, in order; links are followed, as in an upload."""
+    """The files below a folder by name, in order. Links are followed, as in an upload."""
     files: dict[str, Path] = {}
     seen = set()
     for where, folders, names in os.walk(folder, followlinks=True):
         at = Path(where)
         seen.add(at.resolve())
-        folders[:] = [name for name in folders if (at / name).resolve() not in seen]  # a link may lead back
+        folders[:] = [name for name in folders if (at / name).resolve() not in seen]  # a link may form a loop
         files |= {(at / name).relative_to(folder).as_posix(): at / name for name in names if (at / name).is_file()}
     return dict(sorted(files.items()))
 
 
 def _unfit(folder: Path) -> str:
-    """Why a folder cannot be uploaded, as words after its name; empty if it can."""
+    """Why a folder cannot be uploaded, as a phrase after its name; empty if it can."""
     if not folder.is_dir():
-        return f"is not there: there is no folder {folder.resolve()}"
+        return f"is missing: there is no folder {folder.resolve()}"
     files = files_of(folder)
     if not files:
-        return "holds no file"
+        return "has no files"
     if len(files) > MOST_FILES:
         return (
-            f"holds {len(files):,} files, and at most {MOST_FILES:,} are uploaded one by one: pack them, or copy them"
+            f"has {len(files):,} files, but at most {MOST_FILES:,} are uploaded one by one: pack them, or copy them"
             " into a bucket and name s3://bucket/prefix"
         )
     for name in files:
         try:
             reading.name(name)
         except DoubtError as error:
-            return f"holds a file whose name {error}: rename it"
+            return f"has a file whose name {error}: rename it"
     return ""
 
 
 def _hashed(folder: Path, root: Path) -> Listed:
-    """The folder with hashes; a file with the same size and time as last time counts as unchanged."""
+    """The folder with hashes. A file with the same size and time as last time counts as unchanged."""
     record = _record(str(folder.resolve()), root)
     before = (atomic.read_object(record) or {}).get("files") or {}
     paths = files_of(folder)

@@ -1,8 +1,8 @@
-"""Asks git about a folder, safely: the folder's repository may come from a stranger's archive, with its own settings.
+"""Asks git about a folder safely: the folder's repository may come from a stranger's archive, with settings of its own.
 
-Such settings name programs that git runs on a mere look (core.fsmonitor, filters, hooks, fetches of missing objects),
-and no list of them stays complete. So git reads none of these settings: it gets a git folder of ours, with almost no
-config and no hooks, whose other entries lead to the repository's own. Only the settings of the calling user apply.
+Such settings can name programs that git runs even if it only reads (core.fsmonitor, filters, hooks, fetches of missing
+objects), and no list of them stays complete. So git reads none of them: it gets a git folder of ours, with almost no
+config and no hooks, whose other entries are links into the repository. Only the settings of the calling user apply.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from gpufleet.infra.errors import GpufleetError
 
 WAIT_S = 60
 _NOT_TAKEN = {"HEAD", "commondir", "config", "config.worktree", "gitdir", "hooks", "modules", "worktrees"}
-# Settings that git needs to read the repository, or files on a disk of this kind. Each is one word, and runs nothing.
+# Settings that git needs to read the repository, or files on this kind of disk. Their values are single words, and none
+# makes git run a program.
 _NEEDED = {"core": ("filemode", "ignorecase", "symlinks", "autocrlf"), "extensions": ("objectformat", "refstorage")}
-_OF_ANOTHER = {  # variables that a user's hook may set, which would lead git to its own repository
+_OF_ANOTHER = {  # variables that a user's hook may have set, and that would lead git to the hook's repository
     *("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES"),
     *("GIT_COMMON_DIR", "GIT_PREFIX", "GIT_NAMESPACE"),
 }
 
 
 def top(folder: Path) -> Path | None:
-    """The folder with all files of the repository around `folder`; None without one."""
+    """The top folder of the repository around `folder`; None if there is none."""
     repository = _find(folder)
     return None if repository is None else repository[0]
 
@@ -41,18 +42,18 @@ def ask(folder: Path, *words: str) -> bytes | None:
 
 
 def status(folder: Path, *words: str) -> str:
-    """The lines of `git status --porcelain`, without submodules, which have their own settings; none without git."""
+    """The lines of `git status --porcelain`, without submodules, which have their own settings; empty without git."""
     return os.fsdecode(ask(folder, "status", "--porcelain", "--ignore-submodules=dirty", *words) or b"")
 
 
 def answer(folder: Path, *words: str, feed: bytes = b"") -> bytes:
-    """Git's answer to the words, with `feed` as its input. Raises GpufleetError with git's own message."""
-    import subprocess  # imported here: every bill imports this module, and few ask git
+    """Git's answer to `words`, with `feed` as its input. Raises GpufleetError with git's own message."""
+    import subprocess  # imported here, because every bill imports this module, but few ask git
 
     if shutil.which("git") is None:
-        raise GpufleetError("git is not installed, but is needed here to list the files of this folder")
+        raise GpufleetError("git is not installed, but lists the files of this folder: install git")
     if (repository := _find(folder)) is None:
-        raise GpufleetError(f"not a git repository: {folder.resolve()}, nor is any folder above it")
+        raise GpufleetError(f"neither {folder.resolve()} nor a folder above it is a git repository")
     files, place = repository
     try:
         with _without_settings(place) as ours:
@@ -68,10 +69,10 @@ def answer(folder: Path, *words: str, feed: bytes = b"") -> bytes:
 
 
 def _find(folder: Path) -> tuple[Path, Path] | None:
-    """The top of the work tree around the folder, and its git folder, as git finds them."""
+    """The top of the work tree around the folder, and its git folder; found as git does."""
     for files in (folder.resolve(), *folder.resolve().parents):
         place = files / ".git"
-        if place.is_file():  # a submodule or a second work tree has a file here
+        if place.is_file():  # in a submodule or a second work tree it is a file
             place = files / _text(place).removeprefix("gitdir:").strip()
         if (place / "HEAD").is_file():
             return files, place
@@ -80,10 +81,10 @@ def _find(folder: Path) -> tuple[Path, Path] | None:
 
 @contextmanager
 def _without_settings(place: Path) -> Iterator[Path]:
-    """Makes a git folder of ours over the one at `place`. Raises OSError."""
+    """Makes a git folder of ours, with links into that at `place`. Raises OSError."""
     import tempfile
 
-    common = place / (_text(place / "commondir").strip() or ".")  # a repository with several work trees has this file
+    common = place / (_text(place / "commondir").strip() or ".")  # exists if the repository has several work trees
     own, shared = ({path.name: path for path in folder.iterdir()} for folder in (place, common))
     with tempfile.TemporaryDirectory(prefix="gpufleet-git-") as folder:
         for name, path in {**own, **shared, **{name: own[name] for name in own if "index" in name}}.items():
@@ -103,5 +104,5 @@ def _config(theirs: str) -> str:
 
 
 def _text(path: Path) -> str:
-    """A file's text; empty if this is no regular file, because reading a pipe would block."""
+    """A file's text; empty if it is not a regular file, because reading a pipe would block."""
     return path.read_text(encoding="utf-8", errors="surrogateescape") if path.is_file() else ""

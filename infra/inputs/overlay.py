@@ -1,7 +1,7 @@
 """Makes a virtual environment on top of the user's own, for packages that a command's set-up installs on this machine.
 
-The new environment sees every package and program of the user's environment, editable installs too. Whatever pip
-installs, upgrades or removes stays in the new environment: nothing is written into the user's.
+The new environment sees every package and program of the user's environment, including editable installs. What pip
+installs, upgrades or removes affects only the new environment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ programs = [os.path.dirname(sys.executable), sysconfig.get_path("scripts")]
 print(json.dumps({"prefix": sys.prefix, "packages": packages, "programs": programs}))
 """
 _PIP = b"import runpy\n\nrunpy.run_module('pip', run_name='__main__', alter_sys=True)\n"
-# How pip and uv begin a program of a package; the second form is for a path that is too long or has a space.
+# How pip and uv begin a program of a package. The second form is for a path that is too long or has a space.
 _HEAD = re.compile(
     rb"""\A\#!(?: /bin/sh\n'''exec'[ ](?P<quote>["']?)(?P<long>/[^\n]*?)(?P=quote)[ ]"\$0"[^\n]*\n'[ ]'''
     | (?P<python>/[^\n]*?)([ ]-\w+)? )\n""",
@@ -36,21 +36,21 @@ _HEAD = re.compile(
 
 
 def make(python: Path, folder: Path, *, cache: Path) -> Path:
-    """The programs' folder of a new environment in `folder`, over the environment of the interpreter `python`. `cache`
-    keeps pip's downloads for the next one. Raises GpufleetError.
+    """Makes a new environment in `folder`, on top of that of the interpreter `python`, and returns the folder of its
+    programs. `cache` keeps pip's downloads for the next environment. Raises GpufleetError.
     """
     theirs = _describe(python)
     _run(python, "-m", "venv", "--without-pip", str(folder))
     programs = folder / _PROGRAMS
     own = programs / "python"
-    # addsitedir reads the .pth files there too
+    # addsitedir also reads the .pth files there
     line = f"import site; any(map(site.addsitedir, {theirs['packages']!r}))\n"
     (Path(_describe(own)["packages"][0]) / "over.pth").write_text(line, encoding="utf-8")
     _copy_scripts(dict.fromkeys(map(Path, theirs["programs"])), programs)
     for name in ("pip", "pip3"):  # otherwise the shell would find the user's own pip
         _write_script(programs / name, own, _PIP)
     if _run(own, "-c", "import importlib.util as u; print(u.find_spec('pip') is None)").strip() == "True":
-        _run(own, "-m", "ensurepip")  # an environment made by uv has no pip; Python brings it
+        _run(own, "-m", "ensurepip")  # an environment made by uv has no pip
     _configure_pip(Path(theirs["prefix"]), folder, cache)
     return programs
 
@@ -61,7 +61,7 @@ def _describe(python: Path) -> dict[str, Any]:
 
 
 def _run(python: Path, *words: str) -> str:
-    """The program's output. Raises GpufleetError."""
+    """Runs `python` and returns its output. Raises GpufleetError if it fails."""
     try:
         done = subprocess.run(
             [str(python), *words], capture_output=True, text=True, env=own_environment(os.environ), check=False
@@ -71,16 +71,16 @@ def _run(python: Path, *words: str) -> str:
         why, done = str(error), None
     if done is None or done.returncode:
         raise GpufleetError(
-            f"what job.setup installs gets an environment of its own over that of {python}, and `python {words[0]} "
-            f"{words[1]}` failed: {why}\nMend that, or write job.setup: '' in the file's `rehearsal` section, which "
+            f"job.setup gets an environment of its own on top of that of {python}, but `python {words[0]} {words[1]}` "
+            f"failed there: {why}\nCorrect that, or write job.setup: '' in the file's `rehearsal` section, which "
             "leaves the set-up out"
         )
     return done.stdout
 
 
 def _copy_scripts(places: Iterable[Path], programs: Path) -> None:
-    """Copies the packages' programs in these folders, for the interpreter in `programs`. Programs of another
-    interpreter are found on the PATH as before.
+    """Copies the packages' programs in these folders, for the interpreter in `programs`. Programs of other interpreters
+    are still found on the PATH.
     """
     own, folders = programs / "python", {place.resolve() for place in places}
     for file in (file for folder in folders for file in sorted(folder.iterdir())):
@@ -97,13 +97,13 @@ def _copy_scripts(places: Iterable[Path], programs: Path) -> None:
 
 
 def _write_script(path: Path, python: Path, body: bytes) -> None:
-    """Writes a program for `python`, in a form without a limit of length."""
+    """Writes a program for `python`, in a form that allows a path of any length."""
     path.write_bytes(b"#!/bin/sh\n'''exec' \"" + os.fsencode(python) + b'" "$0" "$@"\n\' \'\'\'\n' + body)
     path.chmod(0o755)
 
 
 def _configure_pip(theirs: Path, folder: Path, cache: Path) -> None:
-    """Copies pip's settings of the user's environment, such as a company's index."""
+    """Copies pip's settings from the user's environment, such as a company's index."""
     settings = configparser.RawConfigParser()
     settings.read(theirs / _CONFIG)
     if not settings.has_section("global"):

@@ -16,19 +16,19 @@ from gpufleet.job.kind.common import Say
 from gpufleet.job.kind.dataset import Dataset, Given
 from gpufleet.job.text import counted
 
-OFTEN = 50  # passes over the data above which a warning is given; few runs make more: the shipped pretraining makes 8
+OFTEN = 50  # more passes over the data than this give a warning; the shipped pretraining makes 8
 
 
 def prepare_inputs(
     definition: StackDefinition, root: Path, *, text: Path | None, tokenizer: Path | None, say: Say
 ) -> DatasetManifest:
-    """The definition's dataset, as `prepared` returns it, and weights.json in a local folder of base weights; dataset
-    and weights then match the definition file. Raises GpufleetError.
+    """Makes the definition's dataset, as `prepared` does, and weights.json in a local folder of base weights.
+    Afterwards both match the definition file. Raises GpufleetError.
     """
     dataset = definition.job.parameters.dataset
     try:
         if (folder := definition.storage.weights_folder(root)) is not None:
-            dataset.check_weights(folder, say)  # checked before an hour of tokenising
+            dataset.check_weights(folder, say)  # before an hour of tokenising
     except (ValueError, ImportError) as error:
         raise _as_user_error(error) from error
     made = prepared(definition, root, text=text, tokenizer=tokenizer, say=say)
@@ -43,12 +43,10 @@ def prepare_inputs(
 
 
 def prepare_folders(definition: StackDefinition, root: Path, s3: Any, say: Say) -> None:
-    """Lists and hashes a command's inputs, and prints which parts of the command's code are shipped. Raises
-    GpufleetError.
-    """
+    """Lists and hashes a command's inputs, and prints which code is shipped. Raises GpufleetError."""
     tree = code.read(definition, root)
     if tree is not None:
-        changed = " and what was changed since" if tree.changed else ""
+        changed = " and later changes" if tree.changed else ""
         commit = f", commit {tree.commit[:12]}{changed}" if tree.commit else ""
         say(f"code: {counted(len(tree.files), 'file')}, {tree.bytes / 1e6:.1f} MB of {tree.folder}{commit}")
     for place in (definition.storage.inputs or {}).values():
@@ -68,14 +66,14 @@ def prepared(
     tokenizer: Path | None = None,
     say: Say = lambda line: None,
 ) -> DatasetManifest:
-    """The definition's dataset under `root`, made now or found there. Raises GpufleetError."""
+    """The definition's dataset under `root`; made if it does not exist. Raises GpufleetError."""
     name = definition.storage.dataset
     if name.startswith("s3://"):
-        raise GpufleetError(f"storage.dataset is {name}, prepared already; name a local folder to prepare one here")
+        raise GpufleetError(f"storage.dataset is {name}, already prepared; name a local folder to prepare one here")
     dataset = definition.job.parameters.dataset
-    # for example <(zcat ...), /dev/stdin
+    # such as <(zcat ...) or /dev/stdin
     if text is not None and text.exists() and not (text.is_file() or text.is_dir()):
-        raise GpufleetError(f"{text}: a pipe or device, and it is read more than once: write it to a file first")
+        raise GpufleetError(f"{text} is a pipe or device, but is read more than once: write it to a file first")
     if tokenizer is not None and not dataset.takes_tokenizer:
         raise GpufleetError(f"{definition.job.experiment} takes no tokenizer: leave out --tokenizer")
     folder = root / name
@@ -84,7 +82,7 @@ def prepared(
         if text is None and tokenizer is None and _is_of_a_file(folder, dataset):
             try:
                 return dataset.accept(folder, supplied)
-            except ValueError as error:  # the library's advice to prepare the dataset again is useless in this place
+            except ValueError as error:  # its advice to prepare the dataset again would be useless here
                 raise ValueError(f"{error}: `{_prepare_command(definition)}`") from error
         return dataset.prepare(folder, supplied)
     except (ValueError, ImportError) as error:
@@ -92,7 +90,7 @@ def prepared(
 
 
 def repeated(config: JobConfig, made: DatasetManifest) -> str:
-    """A sentence on how often a run, whose length is given in steps, reads this dataset; empty if less than twice."""
+    """A sentence: how often a run with a length in steps reads this dataset; empty if less than twice."""
     read = config.dataset.read_by_steps(made)
     if read is None:
         return ""
@@ -111,27 +109,27 @@ def require_another_folder(plain: StackDefinition, rehearsal: StackDefinition, r
         return
     if not str((atomic.read_object(folder / DATASET) or {}).get("source")).startswith("generated "):
         raise GpufleetError(
-            f"{folder} holds the data of the file itself, and the rehearsal's would replace it: give `rehearsal`"
-            " a storage.dataset of its own"
+            f"{folder} has the data of the run itself, which the rehearsal's data would replace: give `rehearsal` its"
+            " own storage.dataset"
         )
 
 
 def _as_user_error(error: ValueError | ImportError) -> GpufleetError:
-    """The error that `prepare` shows: a mistake in the data, or a missing package."""
+    """The error that `prepare` shows for a mistake in the data or for a missing package."""
     if isinstance(error, ValueError):
         return GpufleetError(str(error))
     return GpufleetError(f"this data needs a package that is missing ({error}): pip install 'gpufleet[job]'")
 
 
 def _is_of_a_file(folder: Path, dataset: Dataset[Any]) -> bool:
-    """Whether the existing dataset was made from a user's file or folder."""
+    """Whether the existing dataset was made from a file or folder of the user."""
     if not (folder / DATASET).is_file():
         return False
     return dataset.is_own(str((atomic.read_object(folder / DATASET) or {}).get("source")))
 
 
 def _agrees(definition: StackDefinition, root: Path) -> None:
-    """Raises GpufleetError if the dataset does not match the file's settings: nothing could train on it."""
+    """Raises GpufleetError if the dataset does not match the file's settings, because nothing could train on it."""
     if reason := dataset_differs(definition, root):
         raise GpufleetError(
             f"{root / definition.storage.dataset} {reason}: change job.parameters, or prepare it again by "
@@ -140,5 +138,5 @@ def _agrees(definition: StackDefinition, root: Path) -> None:
 
 
 def _prepare_command(definition: StackDefinition) -> str:
-    """The command that makes a dataset of the user's own file again."""
+    """The command that makes the dataset again, from the user's file."""
     return f"gpufleet prepare {definition.argument} {definition.job.parameters.dataset.argument(own=True)}".rstrip()

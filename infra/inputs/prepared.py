@@ -1,4 +1,4 @@
-"""Finds the prepared dataset in the project, and the definition with its counts."""
+"""Finds the prepared dataset in the project, and puts its counts into the definition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpufleet.job.contract.inputs import DatasetManifest, read_dataset
 
 
 def prepared_dataset(definition: StackDefinition, root: Path) -> DatasetManifest | None:
-    """The manifest of the dataset folder under `root`; None for one in S3, and a missing or damaged one (not_ready)."""
+    """The manifest of the dataset folder under `root`; None if it is in S3, or missing or damaged (see not_ready)."""
     folder = definition.storage.dataset_folder(root)
     if folder is None or not folder.is_dir():
         return None
@@ -21,8 +21,8 @@ def prepared_dataset(definition: StackDefinition, root: Path) -> DatasetManifest
 
 
 def as_prepared(definition: StackDefinition, root: Path) -> StackDefinition:
-    """The definition with the counts of the dataset folder under `root` instead of those that `job.parameters.data`
-    expects. It is unchanged if there is no dataset, or if the dataset is in S3.
+    """The definition with the counts of the dataset folder under `root`, in place of those that `job.parameters.data`
+    expects; unchanged if there is no dataset, or if it is in S3.
     """
     return counted_by(definition, prepared_dataset(definition, root))
 

@@ -11,7 +11,7 @@ from gpufleet.job.contract.inputs import DATASET, WEIGHTS, other_size, read_data
 
 
 def not_ready(definition: StackDefinition, root: Path) -> list[str]:
-    """A sentence for each thing that `pulumi up` needs and lacks. These sentences are not errors, because bill and
+    """A sentence for each thing that `pulumi up` needs and that is missing. These are not errors, because bill and
     preview work without these things.
     """
     name, sentences = definition.argument, [*definition.fleet.market.not_ready()]
@@ -41,7 +41,7 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
 
 
 def code_problems(definition: StackDefinition, root: Path) -> list[Problem]:
-    """Problems of the folder of a command's code: a folder that is missing, empty or cannot be shipped."""
+    """Problems of the folder of a command's code: it is missing, empty or cannot be shipped."""
     if definition.job.parameters.demands.code is None:
         return []
     from gpufleet.infra.inputs import code  # imported here, because most definitions ship no code
@@ -54,9 +54,8 @@ def code_problems(definition: StackDefinition, root: Path) -> list[Problem]:
 
 
 def image_problems(definition: StackDefinition) -> list[Problem]:
-    """A problem if several nodes have an image without a digest, because a tag may move between two pulls. For a
-    scenario this is no problem yet, because it is only priced; whoever runs the scenario gets the same sentence from
-    `not_ready`.
+    """A problem if several nodes have an image without a digest, because a tag may move between two pulls. A scenario
+    has no such problem, because it is only priced; whoever runs it gets a sentence from `not_ready`.
     """
     image = definition.job.image
     if not definition.fleet.is_gang or definition.scenario or "@sha256:" in image:
@@ -67,7 +66,7 @@ def image_problems(definition: StackDefinition) -> list[Problem]:
 
 
 def command(definition: StackDefinition) -> str:
-    """The `gpufleet prepare` command that makes the definition's dataset; the user adds sources that are files."""
+    """The `gpufleet prepare` command for the definition's dataset. If the source is a file, the user adds it."""
     return f"gpufleet prepare {definition.argument} {definition.job.parameters.dataset.argument()}".rstrip()
 
 
@@ -78,13 +77,13 @@ def _unlisted(folder: Path) -> str:
     try:
         read_weights(folder)
     except ValueError as error:
-        return f"are not as listed ({error})"
+        return f"differ from their list ({error})"
     return ""
 
 
 def _unprepared(definition: StackDefinition, folder: Path, root: Path) -> str:
-    """Why the folder is not the prepared dataset that the definition file asks for; empty if it is. The upload hashes
-    the dataset's files; this check does not.
+    """Why the folder is not the prepared dataset that the definition file asks for; empty if it is. The files are not
+    hashed here, but when they are uploaded.
     """
     if not (folder / DATASET).is_file():
         return "is not prepared"
@@ -98,13 +97,12 @@ def _unprepared(definition: StackDefinition, folder: Path, root: Path) -> str:
 
 
 def dataset_differs(definition: StackDefinition, root: Path) -> str:
-    """How the prepared dataset differs from the file's settings, as words after its name; or empty.
-
-    The node checks the same before it trains, when its set-up is already paid for. Raises ValueError if the folder is
-    no prepared dataset.
+    """How the prepared dataset differs from the file's settings, as a phrase after its name; empty if it does not. The
+    node checks the same before it trains, but then its set-up is already paid for. Raises ValueError if the folder is
+    not a prepared dataset.
     """
     config = definition.job.parameters
     manifest = read_dataset(root / definition.storage.dataset, config.dataset_checks)
     if manifest.kind != config.dataset_kind:
-        return f"is a dataset of {manifest.kind}, {definition.job.experiment} needs {config.dataset_kind}"
+        return f"is a dataset of {manifest.kind}, but {definition.job.experiment} needs {config.dataset_kind}"
     return config.dataset.differs(manifest, definition.storage.weights_folder(root))

@@ -1,4 +1,4 @@
-"""The ways of buying a run's nodes. A new way needs a class in a file of this folder and a row in WAYS."""
+"""The ways of buying a run's nodes. A new way needs a class in this folder and a row in WAYS."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ INTERRUPTED = tuple(name for name, way in WAYS.items() if way.is_interrupted)
 
 
 def asked(capacity: str, fallback: str, nodes: int, block: CapacityBlock | None) -> list[Market]:
-    """The capacity that a definition asks for, and its fallback, which may contradict the capacity."""
+    """The markets of the capacity and of the fallback in a definition, which may contradict each other."""
     return [way(nodes=nodes, block=block) for way in (WAYS[capacity], *FALLBACKS[fallback])]
 
 
 def find(capacity: str, fallback: str = "none", *, nodes: int = 1, block: CapacityBlock | None = None) -> Market:
-    """The market in which nodes are bought; with a fallback if that fallback exists for the capacity."""
+    """The market in which nodes are bought, with the fallback if it exists for this capacity."""
     return [market for market in asked(capacity, fallback, nodes, block) if market.name == capacity][-1]

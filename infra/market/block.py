@@ -1,5 +1,5 @@
-"""A Capacity Block for ML: nodes of one type in one zone for a fixed time. The block is paid at once, and AWS takes
-none of its nodes before its end.
+"""A Capacity Block for ML: nodes of one type in one zone for a fixed time. It is paid at once, and AWS does not
+interrupt its nodes before its end.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _ENDED = "EC2 begins to end its nodes 30 minutes before its end."
 
 
 class InBlock(Market):
-    """An `instant` fleet, because no other kind launches into a Capacity Block. It asks once, replaces no node, and has
-    no expiry. A schedule (program/resources/stop.py) ends it half an hour before the block's end, when EC2 begins to
-    end the nodes.
+    """An `instant` fleet, because no other kind launches into a Capacity Block. It asks for nodes once, replaces none,
+    and has no expiry. A schedule (program/resources/stop.py) ends it half an hour before the block's end, when EC2
+    begins to end the nodes.
     """
 
     name = metered_as = "block"
@@ -30,12 +30,12 @@ class InBlock(Market):
     bought = "in its capacity block"
     has_block = True
     is_sold_to_all = replaces = moves_elsewhere = False
-    # no service-linked role is used, because the user who runs `up` launches the nodes
+    # no service-linked role is needed, because the user who runs `up` launches the nodes
     roles: ClassVar[Mapping[str, str]] = {}
     never = ("with_notice", "without_notice")  # nothing replaces a node that a block has lost
     keep_ends = END
-    # A deleted fleet may stay in `deleted_terminating` for hours after its nodes have gone. The provider waits in vain,
-    # and the next destroy finds the fleet gone (docs/decisions/2026-11-26-capacity-block.md).
+    # A deleted fleet may stay in `deleted_terminating` for hours after its nodes have ended. So the provider waits in
+    # vain, and only the next destroy finds that the fleet is deleted (docs/decisions/2026-11-26-capacity-block.md).
     delete_timeout = "10m"
 
     def check(self, findings: ProblemList, fleet: FleetKeys, beside: Beside) -> None:
@@ -51,17 +51,17 @@ class InBlock(Market):
         if block.last <= block.start:
             findings.add(END, f"more than 30 minutes after its start, {stamp(block.start)}", _ENDED)
         elif block.end - block.start > LONGEST:
-            findings.add(END, f"at most {LONGEST.days} days after its start: AWS sells none longer")
+            findings.add(END, f"at most {LONGEST.days} days after its start: AWS sells no longer blocks")
         elif block.last <= beside.now and not beside.past_end:
             hint = f"{_ENDED} Another block wants a new run.id."
             findings.add(END, f"more than 30 minutes after now, {stamp(beside.now)}", hint)
 
     def not_ready(self) -> Iterator[str]:
         if self.block and self.block.reservation is None:
-            yield "fleet.block has no reservation: buy the block (gpufleet buys none) and write its cr-... there."
+            yield "fleet.block has no reservation: buy the block from AWS and write its id, cr-..., as `reservation`."
 
     def require(self, catalog: Catalog, type_: str, fleet: FleetKeys) -> None:
-        """The block's fee comes from the definition file."""
+        """Raises nothing, because the block's fee is in the definition file."""
 
     def offer(self, catalog: Catalog, type_: str, fleet: FleetKeys, ceiling: Decimal | None) -> Offer:
         return Offer(price=_price(Decimal(0), "node-hour", "paid by the block's fee", catalog.as_of))
@@ -70,12 +70,12 @@ class InBlock(Market):
         return offers[self.name].price, None
 
     def fees(self, day: date) -> tuple[tuple[str, str, Price], ...]:
-        """The fee that was paid for the nodes, however long they run. No price list has it."""
+        """The fee for the nodes, which does not depend on how long they run. No price list has it."""
         return (("capacity block", "capacity_block", _price(self._fee, "block", "fleet.block.fee_usd", day)),)
 
     @property
     def _fee(self) -> Decimal:
-        assert self.block is not None  # `check` has refused a block without this section
+        assert self.block is not None  # `check` refuses a definition without this section
         return self.block.fee_usd
 
     def fleet_arguments(self, valid_until: str) -> dict[str, Any]:

@@ -1,6 +1,4 @@
-"""Spot first, and on demand as soon as spot would miss the deadline. Until then a second fleet waits with a size of
-0.
-"""
+"""Spot first, and on demand once spot would miss the deadline. Until then a second fleet waits with size 0."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from gpufleet.infra.market.market import DEADLINE, Beside, FleetKeys, ProblemLis
 from gpufleet.infra.market.spot import Spot
 from gpufleet.job.kind import batch
 
-MOST_HEARTBEAT_S = 300  # the most seconds between heartbeats, because a hand-over waits only ten minutes
+MOST_HEARTBEAT_S = 300  # most seconds between heartbeats, because a hand-over waits only ten minutes
 
 
 class SpotThenOnDemand(Spot):
@@ -28,7 +26,9 @@ class SpotThenOnDemand(Spot):
             hint = "Write fallback: none beside that capacity."
             findings.add("fleet.fallback", f"none where fleet.capacity is {fleet.capacity}", hint)
         if self.nodes > 1:
-            findings.add("fleet.fallback", f"none where fleet.nodes is {self.nodes}", "A single node falls back.")
+            findings.add(
+                "fleet.fallback", f"none where fleet.nodes is {self.nodes}", "Only a single node can fall back."
+            )
         if beside.deadline is None and DEADLINE not in findings.bad:
             hint = "The fallback begins when spot alone would miss it: write a time, or `in 10 h`."
             findings.add(DEADLINE, "a deadline, with fleet.fallback: on-demand", hint)

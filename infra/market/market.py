@@ -1,6 +1,6 @@
-"""The questions that other modules ask about a way of buying nodes, with the answers for a fleet that keeps its nodes
-as long as it wants. The module does not import the definition: it gets the values that it needs, such as the number of
-nodes. It never asks AWS.
+"""What other modules ask about a way of buying nodes, with the answers for a fleet that keeps its nodes as long as it
+wants. The module does not import the definition: callers pass the values that it needs, such as the number of nodes. It
+never asks AWS.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpufleet.job.kind import JobConfig
 from gpufleet.job.text import stamp
 
 DEADLINE, MAX_HOURS = "limits.deadline", "limits.max_hours"
-# Without a deadline a fleet lives max_hours (the billed time) plus a day of waiting for capacity.
+# If there is no deadline, a fleet lives max_hours (the billed time) plus a day of waiting for capacity.
 WAITING_TIME = timedelta(hours=24)
 
 
@@ -37,7 +37,7 @@ class FleetKeys(Protocol):
 
 
 class ProblemList(Protocol):
-    """The object that collects the problems of a file."""
+    """Collects the problems of a file."""
 
     @property
     def bad(self) -> KeysView[str]: ...
@@ -45,19 +45,17 @@ class ProblemList(Protocol):
 
 
 class Beside(NamedTuple):
-    """The other parts of a definition that matter for its market. With `config` None the job's parameters are
-    invalid.
-    """
+    """The other parts of a definition that matter for its market; `config` is None if the job is invalid."""
 
     config: JobConfig | None
     deadline: object
     now: datetime
-    past_end: bool  # the time with which the deadline is compared for a run that had begun in time
+    past_end: bool  # whether the block may have ended already, because the run is over
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """The hourly price of a node of one type in one market; `price` None: unknown."""
+    """The hourly price of a node of one type in one market; `price` is None if it is not known."""
 
     price: Price | None = None  # the price in the dearest zone that the fleet may take
     zones: tuple[SpotPrice, ...] = ()  # prices by zone, the cheapest first, if zones differ
@@ -65,13 +63,13 @@ class Offer:
 
     @property
     def hourly(self) -> Price | None:
-        """The highest price that the fleet can meet; None if it takes no such node."""
+        """The highest price that the fleet may pay; None if it takes no such node."""
         return None if self.left_out else self.price
 
     @property
     def likely(self) -> Price | None:
-        """The price that a fleet may expect if it picks by price and capacity: the cheaper a zone, the more it counts
-        (harmonic mean).
+        """The price that a fleet may expect if it picks zones by price and capacity: their harmonic mean, in which
+        cheaper zones count more.
         """
         dearest = self.hourly
         if dearest is None or not self.zones:
@@ -92,22 +90,22 @@ class Market:
     # the market whose rules the meter uses for the run's nodes: a key of job/contract/terms.py
     metered_as: ClassVar[str]
     by_the_hour: ClassVar[str]  # the market that sells the same nodes by the hour, for comparison
-    place: ClassVar[str]  # the words in a sentence: on demand
-    bought: ClassVar[str]  # the word in the first line of a bill: spot
-    counts: ClassVar[str] = "{number} {name} node{s}"  # the words for a number of nodes in a sentence
+    place: ClassVar[str]  # the market in a sentence, such as `on demand`
+    bought: ClassVar[str]  # the market in the first line of a bill, such as `spot`
+    counts: ClassVar[str] = "{number} {name} node{s}"  # a number of its nodes in a sentence
     has_block: ClassVar[bool] = False  # whether the section `fleet.block` is used
-    is_sold_to_all: ClassVar[bool] = True  # a comparison ranks every type in it
-    is_interrupted: ClassVar[bool] = False  # whether AWS takes nodes back
-    replaces: ClassVar[bool] = True  # whether the fleet launches another node in place of one that has gone
-    least_share: ClassVar[Decimal] = Decimal(1)  # the least share of its uninterrupted cost that a run can cost
+    is_sold_to_all: ClassVar[bool] = True  # whether a comparison ranks every type in it
+    is_interrupted: ClassVar[bool] = False  # whether AWS interrupts nodes
+    replaces: ClassVar[bool] = True  # whether the fleet launches another node in place of a lost one
+    least_share: ClassVar[Decimal] = Decimal(1)  # a run costs at least this share of its uninterrupted cost
     stands_by: ClassVar[tuple[str, ...]] = ()  # other markets in which the run has a fleet of size 0
     quotas: ClassVar[tuple[str, ...]] = ()  # markets whose vCPU quotas its nodes use
     # the service-linked roles that its fleet needs
     roles: ClassVar[Mapping[str, str]] = {"AWSServiceRoleForEC2Fleet": "ec2fleet.amazonaws.com"}
-    never: ClassVar[tuple[str, ...]] = ()  # interruptions of a rehearsal that AWS never makes in this market
+    never: ClassVar[tuple[str, ...]] = ()  # interruptions of a rehearsal that do not exist in this market
     # the cause of the fleet's end, for messages
     keep_ends: ClassVar[str] = "limits.deadline, or limits.max_hours + 24 h from its start"
-    delete_timeout: ClassVar[str] = "30m"  # the provider sleeps for 5 of these minutes; its default of 10 is too short
+    delete_timeout: ClassVar[str] = "30m"  # the provider's default of 10 is too short, because it sleeps for 5 of them
 
     @property
     def fleets(self) -> tuple[str, ...]:
@@ -116,14 +114,14 @@ class Market:
 
     @property
     def moves_elsewhere(self) -> bool:
-        """Whether another type could do the same work instead."""
+        """Whether the work can be done on another type instead."""
         return self.nodes == 1
 
     def check(self, findings: ProblemList, fleet: FleetKeys, beside: Beside) -> None:
         """Adds the definition's problems with this market."""
 
     def not_ready(self) -> Iterator[str]:
-        """The things that `pulumi up` needs before it can use this market."""
+        """Yields what `pulumi up` still needs before it can use this market."""
         yield from ()
 
     def require(self, catalog: Catalog, type_: str, fleet: FleetKeys) -> None:
@@ -138,8 +136,8 @@ class Market:
         return Offer(price=price, left_out=reason)
 
     def zones_below(self, catalog: Catalog, type_: str, fleet: FleetKeys, ceiling: Decimal) -> tuple[str, ...]:
-        """The fleet's zones in which a node of the type is known to cost at most that price. Prices are known by zone
-        id. For zones by name, whose ids differ per account, the dearest zone of the region decides.
+        """The fleet's zones in which a node of the type is known to cost at most `ceiling`. Prices are known by zone
+        id. For zones given by name, whose ids differ between accounts, the dearest zone of the region decides.
         """
         price = self.offer(catalog, type_, fleet, ceiling).hourly
         return fleet.zones if price else ()
@@ -150,9 +148,7 @@ class Market:
         return offers["on-demand"].price or spot, spot
 
     def fees(self, day: date) -> tuple[tuple[str, str, Price], ...]:
-        """Name, item and price of a fee that is paid whatever the run does; `day` is the day of the catalog's
-        prices.
-        """
+        """Name, item and price of each fee that is paid whatever the run does. `day`: the day of the known prices."""
         return ()
 
     def begins_at(self, now: datetime) -> datetime:
@@ -161,7 +157,7 @@ class Market:
 
     @property
     def last(self) -> datetime | None:
-        """The time until which a node may train; None: as long as the run's limits let it."""
+        """The time until which a node may train; None if only the run's limits end it."""
         return self.block.last if self.block else None
 
     def due_by(self, due: datetime | None) -> str:
@@ -169,9 +165,7 @@ class Market:
         return END if self.block and self.last == due else DEADLINE
 
     def each_hours(self, max_hours: Decimal) -> float:
-        """Hours for which each node may run, by the limit on all nodes' hours and by the time for which nodes can be
-        had.
-        """
+        """Hours for which each node may run, by the limit on all nodes' hours, and by how long nodes can be had."""
         hours = float(max_hours) / self.nodes
         return min(hours, self.block.hours) if self.block else hours
 
@@ -192,7 +186,7 @@ class Market:
         return float(max_hours) / self.nodes * (1.5 if self.nodes > 1 else 1)
 
     def ends(self) -> Iterator[tuple[str, str, Decimal, str]]:
-        """The market's own limit, beside those of the file: key, text, hours of each node, unit."""
+        """Yields the market's own limit, besides those in the file: key, text, hours of each node, unit."""
         if self.block:
             unit = "hours from its start to 30 minutes before its end"
             yield END, stamp(self.block.end), Decimal(self.block.hours), unit
@@ -204,18 +198,18 @@ class Market:
         return MAX_HOURS, str(max_hours), self.nodes, "node-hours"
 
     def too_short(self, need: str, left_h: float, now: datetime) -> Iterator[tuple[str, str, str]]:
-        """The problem if the market's own end comes before `need`: the value, what is allowed, what to do."""
+        """Yields a problem if the market's own end comes before `need`: the value, what is allowed, what to do."""
         if self.block and now > self.block.start:  # before the start, the whole block was compared with the p50
             allowed = f"{need}; {max(left_h, 0):.2f} are left until 30 minutes before the block's end"
             yield stamp(self.block.end), allowed, "Take a longer block, or shorten the run."
 
     def not_begun(self, now: datetime) -> Iterator[str]:
-        """Why a first `up` comes too early."""
+        """Yields the reason why a first `up` comes too early, if it does."""
         if self.block and now < self.block.start:
             yield f"the block begins at {stamp(self.block.start)}: before that AWS launches nothing into it."
 
     def late_hint(self, argument: str) -> str | None:
-        """What to do if the deadline may be missed; None if the bill has said it."""
+        """What to do if the deadline may be missed; None if the bill already says it."""
         if self.block:
             return ""
         return (
@@ -224,22 +218,22 @@ class Market:
         )
 
     def fleet_arguments(self, valid_until: str) -> dict[str, Any]:
-        """The fleet's arguments, by the provider's names, beside those that all markets share."""
+        """The fleet's arguments, by the provider's names, in addition to those that all markets share."""
         return {"type": "maintain", "terminate_instances_with_expiration": True, "valid_until": valid_until}
 
     def template_arguments(self) -> dict[str, Any]:
-        """The launch template's arguments, beside those that all markets share."""
+        """The launch template's arguments, in addition to those that all markets share."""
         return {}
 
     def filled_in(self, text: str) -> str:
-        """The words for so many nodes: `{number} {name} node{s} take{es}` is `one spot node takes`."""
+        """The text for this number of nodes: `{number} {name} node{s} take{es}` becomes `one spot node takes`."""
         n = self.nodes
         number, times, s, es = ("one", "", "", "s") if n == 1 else (str(n), f"{n} x ", "s", "")
         return text.format(number=number, times=times, name=self.name, s=s, es=es)
 
     @property
     def hours_of(self) -> str:
-        """Words for the hours that the bill counts."""
+        """The name of the hours that the bill counts."""
         return "node-hours" if self.nodes == 1 else "hours of each node"
 
     def at_price(self, usd: Decimal) -> str:
@@ -251,7 +245,5 @@ class Market:
         return f"compute is {days} days old" if days >= 0 else f"compute is of {-days} days from now, which cannot be"
 
     def uninterrupted(self, hours: Decimal) -> str:
-        """The bill's sentence about interruptions if there are none in this market, for a run of `hours` hours; else
-        empty.
-        """
+        """The bill's sentence about interruptions for a run of `hours` hours, if this market has none; else empty."""
         return f"Interruptions: none {self.place}."

@@ -1,4 +1,4 @@
-"""On demand: one price in all zones, and nodes that AWS does not take back."""
+"""On demand: one price in all zones, and nodes that AWS does not interrupt."""
 
 from __future__ import annotations
 

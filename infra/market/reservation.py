@@ -16,10 +16,10 @@ BLOCK_ENDING = timedelta(minutes=30)
 class CapacityBlock:
     """A Capacity Block for ML that its user has bought, or may buy: gpufleet buys none."""
 
-    reservation: str | None = None  # cr-...; None: not bought, so that it is priced and cannot be run
+    reservation: str | None = None  # cr-...; None if it is not bought, so that the run can only be priced
     start: datetime
     end: datetime
-    fee_usd: Decimal  # paid at once; of a block that several runs share, this one's part
+    fee_usd: Decimal  # paid at once; if several runs share the block, the part of this run
 
     @property
     def last(self) -> datetime:

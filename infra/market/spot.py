@@ -1,4 +1,4 @@
-"""Spot: each zone has a price that moves, and AWS takes nodes back, mostly with a notice."""
+"""Spot: each zone has its own changing price, and AWS interrupts nodes, usually with a notice."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ class Spot(Market):
     name = asks_for = metered_as = by_the_hour = "spot"
     place, bought = "on spot", "spot"
     is_interrupted = True
-    # The largest share of an uninterrupted run's dollars that free first hours save, at one interruption an hour or
-    # fewer, is a half.
+    # With at most one interruption an hour, free first hours save at most half of an uninterrupted run's dollars.
     least_share = Decimal("0.5")
     quotas: ClassVar[tuple[str, ...]] = ("spot",)
     roles: ClassVar[Mapping[str, str]] = {**Market.roles, "AWSServiceRoleForEC2Spot": "spot.amazonaws.com"}
@@ -45,9 +44,8 @@ class Spot(Market):
         return fleet.zones if below and len(below) == len(known) else ()
 
     def fleet_arguments(self, valid_until: str) -> dict[str, Any]:
-        """The strategy is stated, because the provider's default is lowestPrice.
-
-        There is no maintenance strategy, because it would run two nodes.
+        """Adds the allocation strategy, because the provider's default is lowestPrice. There is no maintenance
+        strategy, because it would run two nodes.
         """
         stated = {"allocation_strategy": "price-capacity-optimized", "instance_interruption_behavior": "terminate"}
         return {**super().fleet_arguments(valid_until), "spot_options": stated}

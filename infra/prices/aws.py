@@ -1,5 +1,5 @@
 """Makes the clients that read prices. They retry patiently, and ask only the real AWS, because the embedded AWS invents
-its prices.
+prices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _AWS = (".amazonaws.com", ".api.aws")
 
 
 def client(service: str, region: str) -> Any:
-    """A client with adaptive retries, because hundreds of requests in a row reach the API's rate limit."""
+    """A client with adaptive retries, because hundreds of requests in a row exceed the API's rate limit."""
     retries: Any = {"mode": "adaptive", "total_max_attempts": 8}
     config = Config(connect_timeout=5, read_timeout=60, retries=retries, user_agent_extra="gpufleet")
     session = boto3.session.Session()
@@ -25,10 +25,10 @@ def client(service: str, region: str) -> Any:
     host = urlsplit(made.meta.endpoint_url).hostname or ""
     if not host.endswith(_AWS):
         raise GpufleetError(
-            f"prices come only from AWS, and {service} would be asked at {host}, whose prices may be made up:"
+            f"prices come only from AWS, but {service} would be asked at {host}, whose prices may be made up:"
             " unset AWS_ENDPOINT_URL"
         )
-    # Credentials are checked before hundreds of requests, with the same message as in other commands.
+    # checked before hundreds of requests, with the same message as in other commands
     if session.get_credentials() is None:
         raise NoCredentialsError
     return made

@@ -13,14 +13,14 @@ from gpufleet.infra.show.sheet import Column, Sheet, plain
 from gpufleet.infra.text import table, wrap
 
 SCHEMA = 1
-PLACES = Decimal("0.0001")  # decimals of a spot price: 27.433 is the on-demand price of 27.43298
-SPREAD = 3  # ratio of the most expensive zone to the cheapest; from this ratio on, a line names them
-ABREAST = 2  # zones of a type per line: some regions have six
-BESIDE = 4  # regions whose service prices are shown side by side; for more regions, only the number of known prices
+PLACES = Decimal("0.0001")  # spot prices have fewer decimals: 27.433 is the on-demand price of 27.43298
+SPREAD = 3  # if the most expensive zone costs this many times as much as the cheapest, a line names them
+ABREAST = 2  # zones of a type per line, because some regions have six
+BESIDE = 4  # the most regions whose service prices are shown side by side; of more, only the number of known prices
 
 
 def to_json(catalog: Catalog, regions: Sequence[str], today: date) -> dict[str, Any]:
-    """Keys as documented in docs/prices.md. Money is a decimal string, a date is ISO."""
+    """Keys as documented in docs/prices.md. Money is a decimal string, and dates are in ISO format."""
     return {
         "schema": SCHEMA,
         "catalog": {
@@ -39,7 +39,7 @@ def to_json(catalog: Catalog, regions: Sequence[str], today: date) -> dict[str, 
 
 
 def render(catalog: Catalog, regions: Sequence[str], today: date) -> str:
-    """The content of to_json as text: one region in detail, type by type; several as a table of counts and dates."""
+    """The content of to_json as text: one region type by type, or several as a table of counts and dates."""
     document = to_json(catalog, regions, today)
     days = document["catalog"]["age_days"]
     age = f"{days} days old" if days >= 0 else f"{-days} days in the future: it cannot have been read"
@@ -55,7 +55,7 @@ def render(catalog: Catalog, regions: Sequence[str], today: date) -> str:
         name, known = region["region"], _launchable(catalog, region["region"], today)
         if lacks := catalog.missing(name):
             brings = f"`gpufleet prices refresh --region {name}`"
-            lines += wrap(f"{name}: no bill yet, without a price of {', '.join(lacks)}; {brings} reads them")
+            lines += wrap(f"{name}: no bill until there is a price of {', '.join(lacks)}; {brings} reads it")
         for kind in ("on_demand", "spot"):
             if missing := region[kind]["missing"]:
                 lines += wrap(f"{name}: no {kind.replace('_', '-')} price of {', '.join(_families(missing, known))}")
@@ -67,7 +67,7 @@ def render(catalog: Catalog, regions: Sequence[str], today: date) -> str:
 
 
 def doubts(instance: Instance, on_demand: Price | None, spot: Sequence[SpotPrice]) -> Iterator[str]:
-    """Oddities in the prices of one type in one region."""
+    """Yields a sentence for each oddity in the prices of one type in one region."""
     if not spot:
         return
     low, high = spot[0], spot[-1]
@@ -123,7 +123,7 @@ def _region(catalog: Catalog, region: str, today: date) -> dict[str, Any]:
 
 
 def _launchable(catalog: Catalog, region: str, today: date) -> dict[str, Instance]:
-    """Types that may be launched in the region today: still in EC2, and offered in the region as far as is known."""
+    """Types that may be launched in the region today: EC2 still has them, and as far as is known offers them there."""
     return {
         type_: instance
         for type_, instance in catalog.instances.items()
@@ -133,7 +133,7 @@ def _launchable(catalog: Catalog, region: str, today: date) -> dict[str, Instanc
 
 
 def _families(types: Sequence[str], known: Iterable[str]) -> Iterator[str]:
-    """The types; a family without any known one is shortened to `g7.*`."""
+    """Yields the types; a family of which none is known is shortened to `g7.*`."""
     whole: dict[str, list[str]] = {}
     for type_ in known:
         whole.setdefault(type_.partition(".")[0], []).append(type_)

@@ -1,15 +1,15 @@
-"""On-demand and service prices from the AWS Price List (GetProducts).
+"""Reads on-demand and service prices from the AWS Price List (GetProducts).
 
-An answer is a list of products, each a JSON text: `product.attributes`, and under `terms.OnDemand` the price dimensions
-with unit, USD and the amount from which they hold. Three things that surprise (read in public clients of this API and
-in the SDK's own example, 2026-11):
+An answer is a list of products. Each is a JSON text with `product.attributes`, and, under `terms.OnDemand`, the price
+dimensions with unit, USD and the amount from which they apply. Four things are surprising (public clients of this API,
+and the SDK's own example, read 2026-11):
 
-- Usage types carry the region's prefix, but in us-east-1 old ones have none: USE2-EBS:VolumeUsage.gp3 in us-east-2 is
+- Usage types have the region's prefix, but old ones in us-east-1 have none: USE2-EBS:VolumeUsage.gp3 in us-east-2 is
   EBS:VolumeUsage.gp3 there.
-- gp3 throughput comes per GiB/s; a bill counts MiB/s.
-- Capacity Blocks stand among the instances at 0 USD: marketoption and a price above 0 keep them out.
-- A term holds from its effectiveDate on. Of several terms the newest that has begun counts; an announced
-  one is reported beside it.
+- gp3 throughput is priced per GiB/s; a bill counts MiB/s.
+- Capacity Blocks are listed as instances at 0 USD: marketoption and a price above 0 exclude them.
+- A term applies from its effectiveDate on. Of several terms, the newest that has begun counts; announced ones are
+  reported too.
 
 If an answer is ambiguous, there is no price, because a guess would look like a fact.
 """
@@ -26,11 +26,11 @@ from typing import Any
 from gpufleet.infra.catalog.items import known_items
 from gpufleet.infra.catalog.regions import known_regions
 
-API_REGION = "us-east-1"  # the Price List has an endpoint there that answers for every region
+API_REGION = "us-east-1"  # the Price List's endpoint there answers for every region
 
 
 class NoFigure(Exception):
-    """AWS answered, without a usable price. `empty`: AWS lists no such product at all."""
+    """AWS answered, but without a usable price. `empty`: whether AWS lists no such product at all."""
 
     def __init__(self, why: str, *, empty: bool = False) -> None:
         super().__init__(why)
@@ -39,9 +39,7 @@ class NoFigure(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quote:
-    """A price in the catalog's unit, and the day on which AWS published it. `later`: announced values of the price, by
-    day.
-    """
+    """A price in the catalog's unit, and the day on which AWS published it. `later`: its announced values, by day."""
 
     amount: Decimal
     published: str
@@ -72,7 +70,7 @@ def on_demand(pricing: Any, type_: str, region: str, day: date) -> Quote:
 
 
 def service(pricing: Any, name: str, region: str, day: date) -> Quote:
-    """USD per unit of a service item on `day`. The first tier counts. Raises NoFigure, and botocore's errors."""
+    """USD per unit of a service item on `day`, in the first tier. Raises NoFigure, and botocore's errors."""
     item, products = ITEMS[name], []
     for prefix in known_regions()[region].usage_prefixes:
         usage_type = prefix + item.usage_type
@@ -101,7 +99,7 @@ def _products(pricing: Any, service_code: str, filters: dict[str, str]) -> Itera
 
 
 def _quote(products: list[dict[str, Any]], units: Mapping[str, Decimal], region: str, day: date) -> Quote:
-    """The one price on which all products of the region agree on `day`, with its announced changes."""
+    """The price on which all products of the region agree on `day`, with its announced changes."""
     here = [product for product in products if _region(product) in (region, None)]
     if not here:
         raise NoFigure("the Price List has no such product", empty=True)
@@ -118,7 +116,7 @@ def _quote(products: list[dict[str, Any]], units: Mapping[str, Decimal], region:
 def _changes(
     products: list[dict[str, Any]], units: Mapping[str, Decimal], amount: Decimal, days: Iterable[date]
 ) -> Iterator[tuple[date, Decimal]]:
-    """The future values of `amount`, each from a day on. An ambiguous change is omitted."""
+    """Yields the future values of `amount`, each with its first day. An ambiguous change is left out."""
     for day in days:
         try:
             new = _amount(products, units, day)
@@ -142,7 +140,7 @@ def _amount(products: list[dict[str, Any]], units: Mapping[str, Decimal], day: d
 
 
 def _terms(product: dict[str, Any]) -> dict[date, list[dict[str, Any]]]:
-    """The product's on-demand terms by the day from which they apply: the calendar's first day if none is given."""
+    """The product's on-demand terms, by the day from which they apply (the calendar's first day if AWS gives none)."""
     by_day: dict[date, list[dict[str, Any]]] = {}
     for term in product["terms"].get("OnDemand", {}).values():
         begin = str(term.get("effectiveDate") or "")[:10]
@@ -151,7 +149,7 @@ def _terms(product: dict[str, Any]) -> dict[date, list[dict[str, Any]]]:
 
 
 def _first_tier(product: dict[str, Any], day: date) -> tuple[str, Decimal] | None:
-    """(unit, USD) of the lowest tier with a price on that day; None without one."""
+    """(unit, USD) of the lowest tier with a price on that day; None if there is none."""
     terms = _terms(product)
     in_force = max((begin for begin in terms if begin <= day), default=None)
     tiers = [

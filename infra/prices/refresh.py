@@ -1,5 +1,5 @@
-"""Makes a new dated folder of prices, read from AWS one by one, on the basis of the prices that bills use now. A price
-that AWS does not return keeps its value, date and source, and is reported.
+"""Makes a new dated folder of prices from those that bills use now, by reading each price from AWS. A price that AWS
+does not return keeps its value, date and source, and is reported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpufleet.infra.prices import price_list, spot_history
 from gpufleet.infra.prices.price_list import NoFigure
 
 JUMP = 3  # a price that changed by more than this factor is shown
-PATIENCE = 5  # failed questions in a row, each after botocore's own retries, after which no more are asked
+PATIENCE = 5  # after this many failed requests in a row, each with botocore's own retries, no more are made
 _HOPELESS = (
     "AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "AuthFailure", "InvalidClientTokenId",
     "UnrecognizedClientException", "SignatureDoesNotMatch", "ExpiredToken", "ExpiredTokenException", "RequestExpired",
@@ -32,17 +32,17 @@ _HOPELESS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptFigure:
-    """A figure that could not be read again. `as_of` is the old figure's date, None without one."""
+    """A figure that could not be read again. `as_of`: the old figure's date; None if there is none."""
 
     what: str
     why: str
     as_of: date | None
-    failed: bool  # False: AWS answered, and has no such price
+    failed: bool  # False if AWS answered that it has no such price
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """A price that changed to more than JUMP times, or less than 1/JUMP of, its old value."""
+    """A price that changed by more than the factor JUMP, up or down."""
 
     what: str
     old: Price
@@ -57,7 +57,7 @@ class Refreshed:
     read: int = 0
     kept: list[KeptFigure] = field(default_factory=list)
     moved: list[Moved] = field(default_factory=list)
-    gone: list[str] = field(default_factory=list)  # zones that have no spot price any more
+    gone: list[str] = field(default_factory=list)  # zones that no longer have a spot price
 
     @property
     def failed(self) -> list[KeptFigure]:
@@ -73,9 +73,8 @@ def refresh(
     ec2_in: Callable[[str], Any],
     now: datetime,
 ) -> Refreshed:
-    """Reads all of `types` and every service item in `regions`. `old` is not changed.
-
-    `pricing` is a client of the Price List, `ec2_in` makes a client of EC2 in a region; `now` must be aware.
+    """Reads the prices of `types` and of every service item in `regions`. `old` is not changed. `pricing`: a client of
+    the Price List. `ec2_in`: makes a client of EC2 in a region. `now` must have a time zone.
     """
     prices = old.copy()
     done = Refreshed(prices)
@@ -115,7 +114,7 @@ def refresh(
 def _spot(
     done: Refreshed, old: Prices, types: list[str], region: str, ec2_in: Callable[[str], Any], now: datetime
 ) -> None:
-    """Asks once per region, so that the request fails or succeeds for all types together."""
+    """Asks once per region, so that the request succeeds or fails for all types together."""
     try:
         history = spot_history.read(ec2_in(region), types, now)
     except (exceptions.ClientError, exceptions.BotoCoreError) as error:
@@ -131,7 +130,7 @@ def _spot(
         before = {zone.zone: zone for zone in old.spot.get((type_, region), ())}
         rest = [zone for name, zone in before.items() if name not in {priced.zone for priced in zones}]
         unnamed = history.unnamed.get(type_, ())
-        for name in unnamed:  # a zone without an id is one of `rest`, or a new zone; the two cannot be told apart
+        for name in unnamed:  # a zone without an id is one of `rest` or a new one, and nothing shows which
             why, oldest = "AWS gives no id for this zone", min((zone.price.as_of for zone in rest), default=None)
             done.kept.append(KeptFigure(what=f"spot price of {type_} in {name}", why=why, as_of=oldest, failed=True))
         if not zones:
@@ -156,7 +155,7 @@ def _spot_price(zone: spot_history.ZonePrice, day: date) -> SpotPrice:
 
 
 class _GivenUp(Exception):
-    """The request was not made, because an earlier answer applies to it too."""
+    """The request was not made, because it would fail like earlier ones."""
 
 
 def _keep(done: Refreshed, figure: str, error: Exception, before: Price | None) -> None:
@@ -175,16 +174,14 @@ def _note(done: Refreshed, figure: str, before: Price | None, new: Decimal) -> N
 
 
 def _hopeless(error: Exception) -> bool:
-    """Whether the next request of this kind would fail for the same reason: rights, credentials, or no connection to
-    AWS.
-    """
+    """Whether further requests of this kind would fail too: for lack of rights, credentials, or a connection to AWS."""
     if isinstance(error, exceptions.ClientError):
         return error.response.get("Error", {}).get("Code") in _HOPELESS
     return isinstance(error, exceptions.BotoCoreError) and not isinstance(error, exceptions.HTTPClientError)
 
 
 def _reason(error: Exception) -> str:
-    """The reason of a failure, in one line."""
+    """The reason of a failure, on one line."""
     if isinstance(error, exceptions.ClientError):
         fields = error.response.get("Error", {})
         text = f"{error.operation_name}: {fields.get('Code', '')} {fields.get('Message', '')}"
@@ -203,8 +200,8 @@ def renew(
     now: datetime,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Asks AWS, writes a dated folder in `to`, and prints figures that were not read, changed much, or disappeared. 1
-    if a question failed. Raises AwsRefused if all did.
+    """Asks AWS, writes a dated folder in `to`, and prints figures that were not read, changed much, or disappeared.
+    Returns 1 if a request failed. Raises AwsRefused if all did.
     """
     types = [
         name
@@ -212,21 +209,21 @@ def renew(
         if instance.left_ec2 is None or instance.left_ec2 >= now.date()
     ]
     old = files.read(SHIPPED)
-    # the prices that bills use now, even if the new prices go elsewhere
+    # the prices that bills use now, even if the new ones are written elsewhere
     for known in dict.fromkeys((project_prices(Path.cwd()), to)):
         if folders := files.folders(known):
             old = files.newer(old, files.read(folders[-1]))
     near = next(path for path in (to.absolute(), *to.absolute().parents) if path.exists())
-    if not near.is_dir() or not os.access(near, os.W_OK):  # checked before hundreds of questions
+    if not near.is_dir() or not os.access(near, os.W_OK):  # checked before hundreds of requests
         raise GpufleetError(
-            f"{to} is no folder that prices can go into: {near} is no folder, or must not be written to"
+            f"prices cannot be written to {to}: {near} is not a writable folder; give another folder with --to"
         )
     say(f"Asking AWS for {len(types)} types and the service prices in {', '.join(regions)} ...")
     done = refresh(old, types, regions, pricing=pricing, ec2_in=ec2_in, now=now)
     if not done.read:
         why = "; ".join(dict.fromkeys(figure.why for figure in done.kept))
         raise AwsRefused(
-            f"no price could be read, nothing was written: {why}. It takes pricing:GetProducts,"
+            f"no price could be read, and nothing was written: {why}. This needs the rights pricing:GetProducts,"
             " ec2:DescribeSpotPriceHistory and ec2:DescribeAvailabilityZones"
         )
     folder = files.write(done.prices, to, now.date())

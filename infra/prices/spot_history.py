@@ -1,8 +1,8 @@
-"""Spot prices per zone over 7 days (DescribeSpotPriceHistory).
+"""Reads spot prices per zone over 7 days (DescribeSpotPriceHistory).
 
-A price in the history applies until the next one of its zone; the answer includes the newest one before the window,
-which applies from the window's start. So the median is over time, not over changes. Zones are named by id: az1. A zone
-without a known id cannot be distinguished from other zones, so its prices are omitted, and its name is reported.
+A price in the history applies until the next one of its zone. The answer includes the newest price before the window,
+which applies from the window's start. So the median is over time, not over changes. Zones are named by id, such as az1.
+If a zone's id is not known, its prices are left out, and its name is reported.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 DAYS = 7
 SOURCE = f"EC2 spot price history, median of {DAYS} days"
-_ZONE_NAME = re.compile(r"[a-z]{2}(-[a-z]+)+-[0-9]+[a-z]")  # us-east-2a; a Local Zone is us-east-1-atl-1a
-_ZONE_ID = re.compile(r"[a-z]+[0-9]+-(az[0-9]+)")  # use2-az1; a Local Zone is use1-atl1-az1
+_ZONE_NAME = re.compile(r"[a-z]{2}(-[a-z]+)+-[0-9]+[a-z]")  # us-east-2a, but no Local Zone such as us-east-1-atl-1a
+_ZONE_ID = re.compile(r"[a-z]+[0-9]+-(az[0-9]+)")  # use2-az1, but no Local Zone such as use1-atl1-az1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,17 +34,15 @@ class ZonePrice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZoneHistory:
-    """The prices that were read, and by type the names of zones without a known id."""
+    """The prices that were read, and, by type, the names of zones without a known id."""
 
     prices: list[ZonePrice]
     unnamed: Mapping[str, tuple[str, ...]]
 
 
 def read(ec2: Any, types: Iterable[str], now: datetime) -> ZoneHistory:
-    """The prices of every given type in every zone of the client's region that has a price for it. Raises botocore's
-    errors.
-
-    The type is a filter and not an argument: an argument that the region does not know is an error.
+    """The prices of these types in all zones of the client's region that have one. Raises botocore's errors. The types
+    are passed as a filter, because as an argument a type that the region does not know would be an error.
     """
     start = now - timedelta(days=DAYS)
     pages = ec2.get_paginator("describe_spot_price_history").paginate(
@@ -61,7 +59,7 @@ def read(ec2: Any, types: Iterable[str], now: datetime) -> ZoneHistory:
 
 
 def zone_ids(ec2: Any) -> dict[str, str]:
-    """Zone name -> id as this account sees them: us-east-2a -> use2-az1."""
+    """By name, the ids of zones as this account has them, such as use2-az1 for us-east-2a."""
     answer = ec2.describe_availability_zones(Filters=[{"Name": "zone-type", "Values": ["availability-zone"]}])
     return {zone["ZoneName"]: zone["ZoneId"] for zone in answer["AvailabilityZones"] if zone.get("ZoneId")}
 
@@ -69,7 +67,7 @@ def zone_ids(ec2: Any) -> dict[str, str]:
 def summarise(
     rows: Iterable[Mapping[str, Any]], ids: Mapping[str, str], start: datetime, end: datetime
 ) -> list[ZonePrice]:
-    """Median over time and extremes per type and zone, sorted. Local Zones and zones without an id are omitted."""
+    """The median over time and the extremes per type and zone, sorted; without Local Zones and zones without an id."""
     changes: dict[tuple[str, str], list[tuple[datetime, Decimal]]] = defaultdict(list)
     for row in rows:
         named, usd = _ZONE_ID.fullmatch(_id(row, ids)), Decimal(row["SpotPrice"])
@@ -101,7 +99,7 @@ def _unnamed(rows: Iterable[Mapping[str, Any]], ids: Mapping[str, str]) -> dict[
 
 
 def _median(holds: list[tuple[Decimal, float]]) -> Decimal:
-    """The price that the spot price was at or below for half of the time."""
+    """The price that the spot price did not exceed for half of the time."""
     half = sum(seconds for _, seconds in holds) / 2
     spent = 0.0
     for price, seconds in sorted(holds):

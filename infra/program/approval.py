@@ -1,7 +1,7 @@
 """Computes the hash by which a person approves a bill, before anything exists that costs money.
 
-`gpufleet run` asks for it and hands it to `pulumi up`, whose program computes it again from the plan that it is about
-to declare: if a file, a price or data changed in between, the program refuses too.
+`gpufleet run` asks for the hash and passes it to `pulumi up`. The program there computes it again from the plan that it
+is about to declare, and refuses if a file, a price or data has changed in between.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ def approval(plan: Plan) -> str:
 
 
 def of_campaign(plans: Iterable[Plan], described: CampaignFile) -> str:
-    """The hash of runs under one cap: over everything that each run begins with, whatever their order, and over what
-    the file allows. Their bills are not in it: they move with each receipt of the campaign, and the cap does not.
+    """The hash of runs under one cap: of everything that each run begins with, whatever their order, and of what the
+    file allows. It does not include their bills, because these change with each receipt of the campaign; the cap does
+    not.
     """
     return _digits([sorted(begins_with(plan) for plan in plans), described.allowed])
 
 
 def begins_with(plan: Plan) -> str:
-    """The hash of what the run begins with, in hexadecimal digits."""
+    """The hash, in hexadecimal digits, of what the run begins with."""
     return _digits([plan.definition.name, _begins_with(plan)])
 
 
@@ -49,8 +50,8 @@ def _digits(tree: Any) -> str:
 
 
 def require(plan: Plan, approved: str | None) -> None:
-    """Raises GpufleetError if the plan would begin a run that is not the `approved` one. `approved` is None in a plain
-    `pulumi up`, which asks for approval itself.
+    """Raises GpufleetError if the plan would begin another run than the approved one. `approved`: the hash; None in a
+    plain `pulumi up`, which asks for approval itself.
     """
     if approved is None or plan.verdict.continues or (now := approval(plan)) == approved:
         return

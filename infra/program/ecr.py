@@ -1,6 +1,6 @@
-"""Images in a private repository of Amazon ECR: nodes log in to it by their role. Pure functions.
+"""Images in a private repository of Amazon ECR, to which nodes log in by their role. Pure functions.
 
-Nodes log in to no other registry, so another registry must give the image to anybody.
+Nodes log in to no other registry, so images elsewhere must be public.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Repository:
 
 
 def repository(image: str) -> Repository | None:
-    """The private ECR repository of `image`; None for an image in another registry, or in ECR's public one."""
+    """The private ECR repository of `image`; None if the image is in another registry, or in ECR's public one."""
     match = re.match(r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com/([^:@]+)", image)
     return Repository(account=match[1], region=match[2], name=match[3]) if match else None
 
 
 def abroad(image: str, region: str) -> str:
-    """A warning about an image that nodes of `region` pull from another region; empty for every other image."""
+    """A warning if nodes of `region` pull the image from another region's ECR; else empty."""
     private = repository(image)
     if private is None or private.region == region:
         return ""

@@ -1,6 +1,5 @@
-"""The exchange between a Pulumi program and the engine, for this project's own program and for the component in other
-programs. Errors are raised before the first resource; the bill and its warnings are shown among the engine's
-diagnostics.
+"""What a Pulumi program exchanges with the engine, for this project's own program and for the component in other
+programs. Errors are raised before the first resource. The engine shows the bill and its warnings as diagnostics.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from gpufleet.infra.progress import Lines
 from gpufleet.job.progress import shown_by
 from gpufleet.job.text import printable
 
-# Before 3.208 the engine ignores a replacement trigger, and a new run id would start nothing; before 3.226 one may fire
-# by itself, which ends a run (Pulumi's change log).
+# Before 3.208 the engine ignores replacement triggers, so that a new run id would start nothing. Before 3.226 a trigger
+# may fire by itself, which ends a run (Pulumi's change log).
 ENGINE = ">=3.226.0"
-OVER = "none: the run is over"  # the output's value in place of a fleet's id
+OVER = "none: the run is over"  # an output's value in place of a fleet's id
 
 
 def require() -> None:
-    """Raises if the engine is too old. The SDK's mocks are not an engine and have no version."""
+    """Raises an error if the engine is too old. (The SDK's mocks are not an engine, and have no version.)"""
     engine = pulumi.runtime.settings.get_engine()
     if not isinstance(engine, pulumi.runtime.mocks.MockEngine) or hasattr(engine, "RequirePulumiVersion"):
         pulumi.require_pulumi_version(ENGINE)
@@ -56,18 +55,18 @@ def planned(root: Path, name: str, was: Previous, *, scenario: str, tags: Mappin
     say = lines()
     with shown_by(
         lambda label, total, unit: Lines(label, total, unit, say)
-    ):  # the progress of hashing, which may take minutes
+    ):  # shows the progress of hashing, which may take minutes
         return make(root, name, now=datetime.now(UTC), previous=was, preview=preview, scenario=scenario, tags=tags)
 
 
 def begin(verdict: RunDecision, was: Previous, name: str = "run", parent: pulumi.Resource | None = None) -> None:
-    """Keeps in the stack's state which run its resources are for. Raises GpufleetError for a new run if the engine
-    would not replace the fleet of the previous run. It comes before every other resource.
+    """Declares, before every other resource, one that keeps in the stack's state which run the resources are for.
+    Raises GpufleetError for a new run if the engine would not replace the fleet of the previous run.
 
     With --run-program the engine writes each new replacement trigger into the state before it compares, so that no
-    trigger replaces anything, and policies change under a fleet that continues (pulumi/pulumi 20217). This resource has
-    such a trigger too, with a new value at each attempt to begin a run: if the engine did not replace this resource, it
-    would not replace the fleet.
+    trigger replaces anything, and policies change under a fleet that continues (pulumi/pulumi 20217). This resource
+    also has a trigger, with a new value at each attempt to begin a run: if the engine does not replace this resource,
+    it would not replace the fleet either.
     """
     began = f"{verdict.run.id} {verdict.run.began}"
     stash = pulumi.Stash(name, input=began, opts=pulumi.ResourceOptions(parent=parent, replacement_trigger=began))
@@ -76,18 +75,18 @@ def begin(verdict: RunDecision, was: Previous, name: str = "run", parent: pulumi
         raise GpufleetError(
             f"Run {verdict.run.id} is new, and with --run-program or --target the engine would not replace the fleet "
             f"of {others}, but take its rights away. Omit the option (`pulumi refresh` and `pulumi destroy` need no "
-            "program), or put run.id back."
+            "program), or write the old run.id again."
         )
 
 
 def lines(resource: pulumi.Resource | None = None) -> Callable[[str], None]:
-    """A function that shows a line next to `resource` while the engine works; the engine's final output omits it."""
+    """A function that shows a line next to `resource` while the engine works, but not in its final output."""
     return lambda line: pulumi.log.info(printable(line), resource, ephemeral=True)
 
 
 def say(plan: Plan, resource: pulumi.Resource | None = None, *, also: Iterable[str] = ()) -> None:
-    """Shows the bill, the warnings, and what a destroy will leave. The destroy itself runs no program that could show
-    it.
+    """Shows the bill, the warnings, and what a destroy will leave, because the destroy itself runs no program that
+    could.
     """
     pulumi.log.info(printable("\n".join(plan.shown(datetime.now(UTC).date()))), resource)
     for warning in (*plan.warnings, *also):

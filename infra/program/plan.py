@@ -1,6 +1,6 @@
-"""Everything that is decided before the first resource: definition, bill, inputs, run. All problems are raised here.
+"""Decides everything before the first resource: definition, bill, inputs, run. All problems are raised here.
 
-It reads files but uses neither AWS nor the engine: the clock and the stack's previous outputs are parameters.
+The module reads files, but uses neither AWS nor the engine: the time and the stack's previous outputs are parameters.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ from gpufleet.job.contract.inputs import DatasetManifest, InputManifest, Weights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Everything that the program declares, with nothing left to decide."""
+    """Everything that the program will declare; nothing is left to decide."""
 
     now: datetime
     definition: StackDefinition
     bill: Bill
-    fallbacks: list[Fallback]  # the priced fallback, where the definition has one
-    pools: Mapping[Capacity, tuple[tuple[str, str], ...]]  # every (type, zone) that a fleet of this market may launch
+    fallbacks: list[Fallback]  # the priced fallback, if the definition has one
+    pools: Mapping[Capacity, tuple[tuple[str, str], ...]]  # by market, every (type, zone) that a fleet may launch
     cheaper: Cheaper | None  # options that do the same work for less; None for a run that has begun
     verdict: RunDecision
     archive: archive.Archive
-    dataset: DatasetManifest | None  # None for an s3:// prefix, or before it is prepared
+    dataset: DatasetManifest | None  # None if it is an s3:// prefix, or not prepared yet
     dataset_folder: Path | None
-    # base weights; None if there are no base weights, for an s3:// prefix, or before they are listed
+    # None if there are no base weights, if they are an s3:// prefix, or if they are not listed yet
     weights: WeightsManifest | None
     weights_folder: Path | None
-    code: code.Packed | None  # a command's; None without code, or if a preview cannot have it yet
+    code: code.Packed | None  # the code of a command; None if it has none, or if a preview cannot have it yet
     inputs: dict[str, folders.Listed]  # the inputs of a command
     run_config: str  # the text of run.json
     warnings: tuple[str, ...]
-    stages: tuple[Plan, ...] = ()  # the plans of a run's stages; the other fields are then those of its first stage
-    staged: StagedBill | None = None  # of a run in stages
-    bake: tuple[str, ...] = ()  # what an AMI of `gpufleet bake` costs, where the nodes start from one
+    stages: tuple[Plan, ...] = ()  # the plans of a run's stages; the other fields are then those of the first stage
+    staged: StagedBill | None = None  # the bill of a run in stages
+    bake: tuple[str, ...] = ()  # what the AMI of `gpufleet bake` costs, if nodes start from one
 
     @property
     def parts(self) -> tuple[Plan, ...]:
@@ -73,7 +73,7 @@ class Plan:
         return self.stages or (self,)
 
     def user_data(self, bucket: str, log_group: str, schedule: str, notify: str = "") -> str:
-        """The node's script in base64. The program calls this as soon as it has the names from AWS."""
+        """The node's script in base64. The program calls this once AWS has given the names."""
         script = user_data.render(
             **user_data.known(self.definition),
             archive_sha256=self.archive.sha256,
@@ -86,7 +86,7 @@ class Plan:
         return base64.b64encode(script.encode()).decode()
 
     def kept_after_destroy(self) -> dict[str, str]:
-        """What a destroy will leave, with its price. Preview and up must show it, because a destroy runs no program."""
+        """What a destroy will leave, and its price. Preview and up show it, because a destroy runs no program."""
         storages = [part.bill.kept for part in self.parts]
         monthly = sum((storage.usd_per_month for storage in storages), Decimal(0))
         return {
@@ -96,7 +96,6 @@ class Plan:
 
     @property
     def usd(self) -> Quantiles:
-        """The dollars of the run."""
         return self.staged.usd if self.staged else self.bill.usd
 
     def shown(self, today: date) -> list[str]:
@@ -113,7 +112,7 @@ class Plan:
         return [*lines, kept_sentence(self.bill), *self.bake]
 
     def numbers(self) -> dict[str, Any]:
-        """The bill's figures as numbers, for a program that reads them through a StackReference."""
+        """The bill's figures as numbers, for programs that read them through a StackReference."""
         return {
             "usd": {name: float(round(amount, 4)) for name, amount in asdict(self.usd).items()},
             "hours": {name: float(round(hours, 4)) for name, hours in asdict(self.bill.hours).items()},
@@ -121,7 +120,7 @@ class Plan:
         }
 
     def outputs(self) -> dict[str, Any]:
-        """The figures as stack outputs, so that a later preview shows each change in dollars."""
+        """The bill's figures as stack outputs, so that later previews show each change in dollars."""
         return {
             "definition": self.definition.name,
             "bill": record.outputs(self.bill),
@@ -147,13 +146,13 @@ def make(
     scenario: str = "",
     tags: Mapping[str, str] | None = None,
 ) -> Plan:
-    """The plan for the definition `name`, or for one of its scenarios, with `tags` beside those of its `account`.
-    Raises GpufleetError; in a preview, what `up` still needs is a warning.
+    """The plan for the definition `name`, or for one of its scenarios. `tags` are added to those of its `account`.
+    Raises GpufleetError; in a preview, what `up` still needs is only a warning.
     """
     over = bool(previous.outputs.get("run"))
     try:
         path = find(name, root)
-    except GpufleetError as error:  # the name may be that of a Pulumi stack, such as dev
+    except GpufleetError as error:  # the Pulumi stack may have a name of its own, such as dev
         raise GpufleetError(f"{error}\n`pulumi config set definition NAME` chooses the one to run.") from None
     definition = Selected(path=path, scenario=scenario, asked=name).load(now=now, past_deadline=over, staged=True)
     if tags:
@@ -178,7 +177,7 @@ def make(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """The values that all parts of a plan have in common."""
+    """The values that all parts of a plan share."""
 
     root: Path
     now: datetime
@@ -189,7 +188,7 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobFiles:
-    """The inputs of one job: its files, as they are on this machine, and their entries in run.json."""
+    """The inputs of one job: its files on this machine, and their entries in run.json."""
 
     missing: list[str]  # inputs that `up` still needs
     dataset: DatasetManifest | None
@@ -198,11 +197,11 @@ class JobFiles:
     weights_folder: Path | None
     code: code.Packed | None
     inputs: dict[str, folders.Listed]
-    entries: dict[str, Any]  # `inputs` of run.json
-    dataset_sha256: str  # for the run's record
+    entries: dict[str, Any]  # the section `inputs` of run.json
+    dataset_sha256: str
 
     def fields(self) -> dict[str, Any]:
-        """The fields that a plan takes over unchanged."""
+        """The fields that a plan takes unchanged."""
         names = ("dataset", "dataset_folder", "weights", "weights_folder", "code", "inputs")
         return {name: getattr(self, name) for name in names}
 
@@ -256,7 +255,7 @@ def _gather(
 
 
 def _left_by(stage: str) -> dict[str, Any]:
-    """The outputs of the stage with this folder, as an input in run.json."""
+    """The outputs in this stage's folder, as an input in run.json."""
     return {"uri": None, "sha256": None, "files": [], "stage": stage}
 
 
@@ -272,12 +271,12 @@ def _one_job(definition: StackDefinition, files: JobFiles, shared: Shared) -> Pl
         bill, cheaper = bill_and_cheaper(definition, root, catalog, now=now, rules=rules)
     wrong, late = problems(definition, bill), list[str]()
     fallbacks = price_fallbacks(definition, bill, now)
-    if not continues:  # only the bucket shows how much work a run that has begun still has
+    if not continues:  # how much work a run that has begun still has is only known from the bucket
         wrong += limits.deadline_problems(definition, bill, now)
         wrong += fallback_problems(definition, bill, fallbacks)
         late += limits.deadline_warnings(definition, bill, now)
         late += _unconfirmed(definition)
-    if wrong and not continues:  # a run that has begun keeps its limits; new prices cannot stop it
+    if wrong and not continues:  # new prices do not stop a run that has begun
         raise DefinitionError(str(definition.source), wrong)
     late = [*map(str, wrong), *late]
     return _plan(definition, bill, files, shared, fallbacks=fallbacks, cheaper=cheaper, late=late)
@@ -323,7 +322,7 @@ def _plan(
     late: list[str],
     whole_usd: Quantiles | None = None,
 ) -> Plan:
-    """The plan of a stage, or of a run without stages: each has one fleet of its own."""
+    """The plan of a stage, or of a run without stages."""
     far = [ecr.abroad(image, definition.fleet.region) for image in definition.job.images]
     config = run_config.run_config(
         definition,
@@ -355,8 +354,8 @@ def _plan(
 
 
 def input_entry(place: str, manifest: InputManifest | None) -> dict[str, Any]:
-    """A dataset or base weights as in run.json. If `uri` is None, the files are under inputs/<sha256>/ of the run's own
-    bucket. `files` is empty for an s3:// prefix, whose files a list within the prefix names.
+    """The entry of a dataset or of base weights in run.json. If its `uri` is None, the files are below inputs/<sha256>/
+    in the run's bucket. Its `files` are empty for an s3:// prefix, because a list in the prefix names them.
     """
     if manifest is None:
         return {"uri": place if place.startswith("s3://") else None, "sha256": None, "files": []}
@@ -364,7 +363,7 @@ def input_entry(place: str, manifest: InputManifest | None) -> dict[str, Any]:
 
 
 def _weights(folder: Path) -> WeightsManifest | None:
-    """The list of base weights in the folder; None without one. S3 checks the upload against the node's hashes."""
+    """The list of base weights in the folder; None if there is none. S3 checks uploads against the hashes in it."""
     try:
         return read_weights(folder)
     except ValueError:

@@ -1,7 +1,7 @@
 """Reads the state of this stack, or of one component in it, after the last update, as the engine reports it.
 
-The engine writes the state of a file backend in place while the program starts, so a read may find a truncated file.
-Then the program asks again; it passes on any other error.
+With a file backend, the engine rewrites the state while the program starts, so that a read may find a truncated file.
+The program then asks again; any other error is raised.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ Invoke = Callable[[str, dict[str, Any]], Mapping[str, Any]]
 
 
 def previous(stack: str, invoke: Invoke, *, pause: Callable[[float], None] = time.sleep) -> Previous:
-    """Outputs of `stack`, the runs of its fleets, its objects and its region; empty before its first update. `invoke`
-    calls a function of the engine.
-
-    It calls the function by which a StackReference reads a stack, for this very stack, and declares no resource.
+    """Outputs of `stack`, the runs of its fleets, its objects and its region; empty before the first update. `invoke`
+    calls a function of the engine: the one by which a StackReference reads a stack, here for this very stack. No
+    resource is declared.
     """
     outputs = _asked(invoke, "pulumi:pulumi:readStackOutputs", {"name": stack}, pause)
     there = _resources(stack, invoke, pause)
@@ -44,9 +43,9 @@ def previous_of_component(
     *,
     pause: Callable[[float], None] = time.sleep,
 ) -> Previous:
-    """Like `previous`, but for a component in a user's stack. `names` are the component's present name and the former
-    names for which it has an alias; one of them matches. The component's own outputs give its state. Its fleet and
-    objects have tags with the name of the `definition` that it ran last or runs now.
+    """Like `previous`, but for a component in a user's stack, whose own outputs give its state. `names`: the
+    component's name and those earlier names for which it has an alias; one of them matches. `definition`: the name in
+    the tags of its fleet and objects, which it ran last or runs now.
     """
     there = _resources(stack, invoke, pause)
     components = [
@@ -65,9 +64,7 @@ def previous_of_component(
 
 
 def _resources(stack: str, invoke: Invoke, pause: Callable[[float], None]) -> dict[str, Any]:
-    """Returns the stack's resources by URN, each with `type` and `outputs`. The answer is empty before the first
-    update.
-    """
+    """The stack's resources by URN, each with `type` and `outputs`; empty before the first update."""
     there = _asked(invoke, "pulumi:pulumi:readStackResourceOutputs", {"stackName": stack}, pause)
     return dict(there.get("outputs") or {})
 
@@ -79,7 +76,7 @@ def _of_kind(there: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
 def _previous(outputs: Mapping[str, Any], there: Mapping[str, Any], region: str) -> Previous:
     return Previous(
         outputs=outputs,
-        # A stage is a run in its run's folder.
+        # the tag of a stage is RUN/STAGE
         fleets=frozenset(
             str((fleet.get("tags") or {}).get(RUN_TAG, "")).partition("/")[0] for fleet in _of_kind(there, FLEET)
         ),

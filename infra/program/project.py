@@ -1,5 +1,5 @@
-"""Makes the Pulumi project in which runs are declared, for a user or for a rehearsal: its Pulumi.yaml, and its program
-of two lines. The repository's own Pulumi.yaml does the same for `infra/`, and adds the questions of `pulumi new`.
+"""Makes the Pulumi project that declares runs, for a user or for a rehearsal: its Pulumi.yaml, and its program of two
+lines. The repository's own Pulumi.yaml does the same for `infra/`, and adds the questions of `pulumi new`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES = ("Pulumi.yaml", "Pulumi.yml", "Pulumi.json")  # files by which the engin
 
 
 def pulumi_yaml(name: str, options: Mapping[str, str], main: str = PROGRAM) -> str:
-    """The text of Pulumi.yaml. `options` tell Pulumi's Python runtime which Python to use."""
+    """The text of Pulumi.yaml. `options`: those of Pulumi's Python runtime, which say which Python to use."""
     python = "".join(f"\n    {line}" for line in yaml.safe_dump(dict(options), sort_keys=False).splitlines())
     return f"""\
 name: {name}
@@ -50,24 +50,24 @@ config:
 
 
 def files(folder: Path, name: str, options: Mapping[str, str]) -> dict[Path, str]:
-    """Both files of a project in `folder`. The program has a folder of its own, because Python looks in the program's
-    folder first for imports, and a user may have an `infra` or a `gpufleet` in `folder`.
+    """Both files of a project in `folder`. The program has its own folder, because Python looks for imports in the
+    program's folder first, and a user may have an `infra` or a `gpufleet` in `folder`.
     """
     return {folder / NAMES[0]: pulumi_yaml(name, options), folder / PROGRAM / "__main__.py": PROGRAM_TEXT}
 
 
 def name_for(folder: Path) -> str:
-    """The project's name: the name of the folder, without characters that Pulumi refuses."""
+    """The project's name: that of the folder, without characters that Pulumi refuses."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.resolve().name).strip("-.")[:100] or "gpufleet"
 
 
 def python_of(folder: Path, repository: Path) -> dict[str, str]:
-    """The options for the Python that has gpufleet: uv's or poetry's if their lock file lies in the `folder` or above
-    it, else this environment, if it lies in the `repository`, else `python3` of PATH.
+    """The options for the Python that has gpufleet: uv or poetry, if its lock file is in `folder` or above it; else
+    this environment, if it is in the `repository`; else the `python3` on PATH.
     """
     for place in (folder, *folder.parents):
         for tool in ("uv", "poetry"):
-            # with either tool the engine needs both the lock file and the tool
+            # the engine needs both the lock file and the tool
             if (place / f"{tool}.lock").is_file() and shutil.which(tool):
                 return {"toolchain": tool}
     prefix = Path(sys.prefix).resolve()

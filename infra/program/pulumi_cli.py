@@ -1,4 +1,4 @@
-"""The `pulumi` on PATH, which `gpufleet run` and rehearsals drive."""
+"""Runs the `pulumi` on PATH, for `gpufleet run` and for rehearsals."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Any
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program import approval
 
-END_S = 20.0  # the longest that a rehearsal's engine takes to finish its current resource and to end its plugins
-_NO_STACK = "no stack named"  # of the engine's error
+END_S = 20.0  # within this time a rehearsal's engine finishes its current resource and ends its plugins
+_NO_STACK = "no stack named"  # part of the engine's error
 INSTALL = "https://www.pulumi.com/docs/install/"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PulumiStack:
-    """One Pulumi stack of the project in `root`. Raises GpufleetError when a command of the engine fails; the engine's
-    own message is then on the screen above.
+    """One Pulumi stack of the project in `root`. If a command of the engine fails, raises GpufleetError; the engine has
+    then already printed its own message.
     """
 
     root: Path
@@ -32,7 +32,7 @@ class PulumiStack:
     say: Callable[[str], None] = print
 
     def select(self) -> None:
-        """Selects the stack, and makes it the first time."""
+        """Selects the stack; makes it if it does not exist."""
         _require()
         self._call("stack", "select", "--create")
 
@@ -48,8 +48,8 @@ class PulumiStack:
         return dict(json.loads(done.stdout))
 
     def up(self, approved: str, config: Mapping[str, str] | None = None) -> None:
-        """Previews and makes everything, if the bill is still the approved one. `config`: settings that are written
-        into the stack's configuration first.
+        """Previews and makes everything, if the bill is still the approved one. `config`: settings to write into the
+        stack's configuration first.
         """
         settings = (word for key, value in (config or {}).items() for word in ("--config", f"{key}={value}"))
         self._call("up", "--yes", *settings, environment={approval.VARIABLE: approved})
@@ -59,7 +59,7 @@ class PulumiStack:
         self._call("destroy", "--yes")
 
     def forget(self) -> None:
-        """Removes the stack, which has nothing any more, and its configuration."""
+        """Removes the empty stack and its configuration."""
         self._call("stack", "rm", "--yes")
 
     def _call(self, *words: str, environment: Mapping[str, str] | None = None) -> None:
@@ -87,9 +87,8 @@ def streamed(
     say: Callable[[str], None],
     end_s: float | None = END_S,
 ) -> tuple[int, str]:
-    """Runs a command and passes each line to `say` as it comes. Returns the exit code and everything that the command
-    printed. After a Ctrl-C the engine finishes its current resource; if `end_s` is not None, the engine is killed
-    `end_s` seconds later.
+    """Runs a command, passes each line to `say` as it comes, and returns the exit code and the whole output. After a
+    Ctrl-C the engine finishes its current resource; if `end_s` is not None, it is killed this many seconds later.
     """
     process = subprocess.Popen(
         command,
@@ -115,7 +114,7 @@ def streamed(
 
 
 def _end(process: subprocess.Popen[str], end_s: float | None) -> None:
-    """Ends the engine, at first by asking it: only the engine knows its plugins' process groups."""
+    """Ends the engine. At first asks it to end, because only the engine knows its plugins' process groups."""
     process.send_signal(signal.SIGINT)
     try:
         process.communicate(timeout=end_s)

@@ -1,17 +1,17 @@
-"""Decides by the run's id whether this update begins a run, continues it, or comes after its end. It imports no pulumi,
-and reads no clock.
+"""Decides by the run's id whether this update begins a run, continues it, or comes after its end. The module imports no
+pulumi and reads no clock.
 
 A fleet takes its settings only when it is created. So two kinds of change must not go unnoticed:
 
-- the definition file says something else under the same run id: an error, before the first resource;
+- the definition file says something else under the same run id: this is an error, before the first resource;
 - job code or prices have changed since the run began: the run keeps what it began with, and a warning says so.
 
 A digest shows whether the file has changed. It depends on the version that computed it (DIGESTS).
 
-The record of the last successful `up` is the stack's own output `run`. A run is over, and its fleet is no longer
-declared, when `valid_until` has passed or its fleet has gone from the stack (the run ended it, somebody deleted it, or
-AWS expired it), because a fleet is made once per run id. A fleet for a Capacity Block, which replaces no node, is made
-again while the block lasts.
+The stack's output `run` is the record of the last successful `up`. A run is over, and its fleet is no longer declared,
+if `valid_until` has passed or the stack no longer has its fleet (the run ended it, somebody deleted it, or AWS expired
+it), because a fleet is made only once per run id. There is one exception: a fleet in a Capacity Block does not replace
+nodes, so it is made again while the block lasts.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from gpufleet.infra.errors import DefinitionError, Problem
 from gpufleet.job.contract.bucket import input_key
 from gpufleet.job.text import stamp
 
-# Versions with digests of their own. A digest covers every key that its version knew, and each later key that is not at
-# its default. The empty version stands for checkouts before 0.1.0; its digest omits the most keys, and new runs use it.
+# Versions with their own digests. A digest covers every key that its version knew, and each later key that does not
+# have its default. The empty version stands for checkouts before 0.1.0: its digest omits the most keys, and new runs
+# use it.
 DIGESTS = ("", "0.1.0")
 
-# This time is added to the limit for the timer of a boot, which does not know yet how much was spent
+# This time is added to the limit for the timer that a node sets at boot, when it does not know yet how much was spent
 # (job/node/allowance.py).
 TIMER_MARGIN = timedelta(minutes=2)
 
@@ -43,13 +44,12 @@ class RunRecord:
 
     id: str
     digest: str  # the digest over everything in the definition that a fleet takes only at creation
-    # sha256 of the prepared dataset; empty for an s3:// prefix. For a command, the hashes of its inputs one after the
-    # other
+    # sha256 of the prepared dataset, empty for an s3:// prefix; for a command, the hashes of its inputs in a row
     dataset: str
     code: str  # sha256 of the job archive, followed by that of a command's code
-    weights: str  # sha256 of the base weights' list; empty without any, or for an s3:// prefix
-    began: str  # UTC, as valid_until
-    valid_until: str  # UTC, whole seconds, Z: the provider compares this text, and any other spelling means a new fleet
+    weights: str  # sha256 of the list of base weights; empty if there are none, or for an s3:// prefix
+    began: str  # UTC, in the form of valid_until
+    valid_until: str  # UTC, whole seconds, Z: the provider compares the text, and another spelling means a new fleet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +57,11 @@ class Previous:
     """The state of the stack after its last update."""
 
     outputs: Mapping[str, Any]  # empty before the first update
-    fleets: frozenset[str] = frozenset()  # the run that the tags of each fleet name; empty for a fleet without the tag
+    fleets: frozenset[str] = frozenset()  # the runs that the fleets' tags name; an empty text for a fleet without a tag
     fleet_ids: frozenset[str] = frozenset()
-    objects: frozenset[str] = frozenset()  # keys in the bucket, without those waiting to be deleted
+    objects: frozenset[str] = frozenset()  # keys in the bucket, except those waiting to be deleted
     region: str = ""  # the region of its resources
-    other: str = ""  # for a component: another component of the stack, which ran this definition
+    other: str = ""  # for a component: another component of the stack that ran this definition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class RunDecision:
     """What this update may do."""
 
     run: RunRecord
-    # every run id of this stack so far: their objects share the bucket, and those of each run expire separately
+    # every run id of this stack so far; their objects share the bucket, but expire separately
     runs: tuple[str, ...]
     continues: bool  # the same run as the last `up`: its template, job archive and run config stay as they are
     over: bool  # declare no fleet
@@ -85,12 +85,13 @@ def judge(
     previous: Previous,
     now: datetime,
 ) -> RunDecision:
-    """Compare the definition with the stack as it is.
+    """Compares the definition with the stack. Raises DefinitionError:
 
-    Raises DefinitionError for a file or region other than the stack's; for the same run id with another digest, with
-    fewer days of storage than its fleet may live, or in a stack whose fleet belongs to another run; for the id of an
-    earlier run, or of a run that an aborted `up` has begun or was about to replace; and for a new run after its
-    deadline.
+    - if the stack has another file or region;
+    - if the run goes on, but with another digest, with fewer days of storage than its fleet may live, or in a stack
+      whose fleet belongs to another run;
+    - if the run id is that of an earlier run, or of a run that an aborted `up` has begun or was about to replace;
+    - if a new run's deadline has passed.
     """
     _stays(definition, previous)
     run_id, recorded = definition.run.id, _record(previous.outputs.get("run"))
@@ -110,8 +111,8 @@ def judge(
     if run_id in previous.fleets and previous.other:
         raise _used(
             definition,
-            f"The component {previous.other} of this stack runs it. If that is this one under another name, say so in "
-            f'its options: aliases=[pulumi.Alias(name="{previous.other}")].',
+            f"The component {previous.other} of this stack runs it. If this is the same component under a new name, "
+            f'say so in its options: aliases=[pulumi.Alias(name="{previous.other}")].',
         )
     if run_id in earlier:
         raise _used(
@@ -143,19 +144,19 @@ def _continued(
     previous: Previous,
     now: datetime,
 ) -> RunDecision:
-    """The decision for a recorded run, which continues or is over; `asked` is the record that the file would make under
-    the same id.
+    """The decision for a recorded run, which continues or is over. `asked`: the record that the file would make now
+    under the same id.
     """
     run_id = recorded.id
     if previous.fleets and not previous.fleets & {run_id, ""}:
         others = " and ".join(sorted(previous.fleets))
         raise _used(
             definition,
-            f"The stack's record says {run_id}, but its fleet is run {others}'s, and `up` would delete that: an `up` "
-            "was cut short, or `refresh --run-program` wrote the record. Leave the stack as it is until "
-            f"{others} is done, or give run.id a new value, whose fleet takes that one's place.",
+            f"The stack's record names run {run_id}, but its fleet belongs to run {others}, and `up` would delete it. "
+            "An `up` was interrupted, or `refresh --run-program` wrote the record. Leave the stack as it is until "
+            f"{others} is done, or give run.id a new value: the new run's fleet replaces this one.",
         )
-    # A missing folder of inputs proves nothing about the run; another check of `up` asks for it.
+    # A missing folder of inputs does not show that the run is another one; a check of its own asks for the folder.
     other_inputs = (asked.dataset and asked.dataset != recorded.dataset) or (
         asked.weights and asked.weights != recorded.weights
     )
@@ -163,8 +164,8 @@ def _continued(
         raise _used(
             definition,
             f"Run {run_id} already exists with other settings, and a fleet takes its settings only when it is created. "
-            "Give run.id a new value to start a new run with the new settings, which ends this one if it still trains, "
-            "or undo the change.",
+            "Undo the change; or give run.id a new value to start a new run with the new settings, which ends this run "
+            "if it still trains.",
         )
     end, gone = datetime.fromisoformat(recorded.valid_until), not previous.fleets & {run_id, ""}
     if end <= now or (gone and definition.fleet.market.replaces):
@@ -177,11 +178,10 @@ def _continued(
     if _replaced(previous.objects, recorded):
         raise _used(
             definition,
-            f"Run {run_id} goes on, but an `up` for another run has put inputs of its own into the stack and was cut "
-            "short before the fleet. The replaced inputs wait for their deletion: another `up` under this id would "
-            f"delete them, and the next node of {run_id} could not boot. Leave the stack as it is until {run_id} is "
-            "done, or "
-            f"give run.id a new value again, which ends {run_id}.",
+            f"Run {run_id} goes on, but an `up` for another run has put its inputs into the stack, and was interrupted "
+            f"before it made a fleet. Another `up` under this id would delete the inputs of {run_id}, so that its next "
+            f"node could not boot. Leave the stack as it is until {run_id} is done, or give run.id a new value again, "
+            f"which ends {run_id}.",
         )
     began = datetime.fromisoformat(recorded.began or recorded.valid_until)
     keep, least = definition.storage.keep.days, days_to_keep(began, end)
@@ -198,22 +198,22 @@ def _continued(
         "starts a new run with the new code."
     )
     again = (
-        f"Run {run_id}'s fleet no longer exists, and its block lasts until {recorded.valid_until}: `up` launches its "
-        "nodes again. They go on from the last checkpoint, or end at once where the run is over."
+        f"Run {run_id}'s fleet no longer exists, but its block lasts until {recorded.valid_until}: `up` launches its "
+        "nodes again. They go on from the last checkpoint, or end at once if the run is over."
     )
     warnings = [*([] if recorded.code == asked.code else [changed]), *([again] if gone else [])]
     return RunDecision(run=recorded, runs=runs, continues=True, over=False, warnings=tuple(warnings))
 
 
 def _stays(definition: StackDefinition, previous: Previous) -> None:
-    """Raises DefinitionError if a stack's file or region changed. Both are part of the names and places of all
-    resources: under another name a node would lose its bucket and role, and the provider moves nothing to another
-    region (pulumi-aws, pull request 5656: destroy, then up).
+    """Raises DefinitionError if a stack's file or region has changed. Names and places of all resources depend on them:
+    under another name a node would lose its bucket and role, and the provider moves nothing to another region
+    (pulumi-aws, pull request 5656: destroy, then up).
     """
     name, region = str(previous.outputs.get("definition") or ""), previous.region
     hint = (
-        "Put it back, then `pulumi destroy` and `gpufleet sweep` before the change; or make a separate stack for the "
-        "new file or region by `pulumi stack init`."
+        "Write the old one again, and run `pulumi destroy` and `gpufleet sweep`; then change it. Or make a separate "
+        "stack for the new file or region: `pulumi stack init`."
     )
     if name and name != definition.name:
         raise _refused(definition, "the file's name", definition.name, f"{name}, which this stack runs", hint)
@@ -222,7 +222,7 @@ def _stays(definition: StackDefinition, previous: Previous) -> None:
 
 
 def _replaced(objects: frozenset[str], recorded: RunRecord) -> bool:
-    """Whether an object that the run's nodes read at every boot has been replaced by another."""
+    """Whether another object has replaced one that the run's nodes read at every boot."""
     inputs = [
         input_key(sha256) for named in (recorded.code, recorded.dataset, recorded.weights) for sha256 in named.split()
     ]
@@ -230,8 +230,8 @@ def _replaced(objects: frozenset[str], recorded: RunRecord) -> bool:
 
 
 def creation_digest(definition: StackDefinition, *, version: str = DIGESTS[0]) -> str:
-    """sha256, as hexadecimal digits, over the parts of the definition that a fleet, its template and its run config
-    use, as `version` computed it: without keep and estimate, and without later keys that have their default.
+    """sha256, as hexadecimal digits, of the parts of the definition that a fleet, its template and its run config use,
+    as `version` computed it: without keep and estimate, and without later keys that have their default.
     """
     kinds, zones = definition.fleet.instance_types, definition.fleet.zones
     job, fleet = _digested(definition.job, version), _digested(definition.fleet, version)
@@ -259,7 +259,7 @@ def creation_digest(definition: StackDefinition, *, version: str = DIGESTS[0]) -
 
 
 def _digested(value: Any, version: str) -> Any:
-    """The value as asdict gives it, without fields that are newer than `version` and have their default."""
+    """The value as by asdict, without fields that are newer than `version` and have their default."""
     if is_dataclass(value):
         counted = {}
         for key in fields(value):
@@ -267,7 +267,7 @@ def _digested(value: Any, version: str) -> Any:
             if own == key.default:
                 if key.metadata.get("added", "") > version:
                     continue
-                own = key.default  # for example 6.0 as 6
+                own = key.default  # so that 6.0 counts as 6
             counted[key.name] = _digested(own, version)
         return counted
     if isinstance(value, dict):
@@ -276,7 +276,7 @@ def _digested(value: Any, version: str) -> Any:
 
 
 def timer_seconds(definition: StackDefinition) -> int:
-    """Seconds after boot when the node ends itself, whatever the job does."""
+    """So many seconds after its boot a node ends itself, even if the job hangs."""
     hours = definition.fleet.market.timer_hours(definition.limits.max_hours)
     return int(hours * 3600) + int(TIMER_MARGIN.total_seconds())
 
@@ -287,10 +287,10 @@ def _ended(
     """A warning that a new run's fleet replaces another fleet, which may still have a node."""
     expired = recorded.id if recorded and datetime.fromisoformat(recorded.valid_until) <= now else ""
     return tuple(
-        f"Run {definition.run.id}'s fleet replaces that of run {run}. If {run} still trains, `pulumi up` ends "
-        "it: its published checkpoints stay in the bucket, and its work since the last one is lost. Whether it does: "
-        f"`gpufleet status {definition.argument} --run {run}`. To keep what it has trained: `gpufleet stop` with the "
-        "same."
+        f"Run {definition.run.id}'s fleet replaces that of run {run}. If {run} still trains, `pulumi up` ends it: its "
+        "published checkpoints stay in the bucket, but its work since the last one is lost. `gpufleet status "
+        f"{definition.argument} --run {run}` shows whether it trains. To keep its work, first run `gpufleet stop "
+        f"{definition.argument} --run {run}`."
         for run in sorted(fleets - {"", expired})
     )
 

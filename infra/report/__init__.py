@@ -1,3 +1,1 @@
-"""Writes a run, or a comparison, as one self-contained HTML page without network and script, for light and dark
-displays.
-"""
+"""Writes a run, or a comparison, as one HTML page that needs no network and no script, for light and dark displays."""

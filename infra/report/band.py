@@ -14,8 +14,8 @@ SCALE = f"0 to 2x the bill{' ' * (CHARACTERS - 16)}"  # the heading of `characte
 
 
 def svg(usd: Quantiles, actual: Decimal | None = None) -> str:
-    """The band on a scale from 0 USD, with `actual` as the receipt's dot. It needs no matplotlib. It has the colours of
-    infra.report.page; on other pages it has the light colours.
+    """The band on a scale from 0 USD, with a dot at `actual`, the receipt's amount. It needs no matplotlib. It has the
+    colours of infra.report.page; on other pages it has the light colours.
     """
     cost = usd.p50 if actual is None else actual
     most = max(usd.p90, cost, Decimal("0.0001"))
@@ -48,8 +48,8 @@ def of_receipt(receipt: Receipt) -> Quantiles:
 
 
 def characters(receipt: Receipt) -> str:
-    """The band on a scale from 0 to twice the bill, so that rows of runs are aligned: `[` p10, `|` p50, `]` p90, `o`
-    the actual cost, `>` if that is larger.
+    """The band on a scale from 0 to twice the bill, so that rows of runs are aligned: `[` is at p10, `|` at p50, `]` at
+    p90, `o` at the actual cost, and `>` at the end if the cost is beyond the scale.
     """
     usd, actual, drawn = of_receipt(receipt), receipt.actual, [" "] * CHARACTERS
 

@@ -1,5 +1,5 @@
-"""Writes the runs of a campaign that have ended as one page: the best, what was varied, dollars against the metric, and
-all receipts as one. It reads the documents that `gpufleet campaign` keeps of each run.
+"""Writes the ended runs of a campaign as one page: the best run, the varied values, dollars against the metric, and the
+sum of all receipts. It reads the documents that `gpufleet campaign` keeps of each run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIGURES = "campaign.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportedTrial:
-    """One run that has ended. Without a receipt its dollars and hours are not known."""
+    """One run that has ended. If it has no receipt, its dollars and hours are unknown."""
 
     name: str
     values: Mapping[str, str]
@@ -42,20 +42,20 @@ class ReportedTrial:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its work was done."""
+        """Whether the run finished its work."""
         return self.progress.ended == FINISHED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CampaignResults:
-    """The runs of a campaign that have ended, the best first; runs that were stopped after those that were not."""
+    """The ended runs of a campaign, the best first; stopped runs come after the others."""
 
     described: CampaignFile
     trials: tuple[ReportedTrial, ...]
 
     @property
     def best(self) -> ReportedTrial | None:
-        """The best run; None without a metric, or if no run told it."""
+        """The best run; None if there is no metric, or no run reported it."""
         first = self.trials[0]
         return first if first.progress.last is not None else None
 
@@ -65,7 +65,7 @@ class CampaignResults:
 
     @property
     def lines(self) -> list[ReceiptLine]:
-        """The lines of all receipts, each line's dollars added up."""
+        """The lines of all receipts, with the sum of the dollars of each line."""
         sums = dict[str, ReceiptLine]()
         for line in (line for receipt in self.receipts for line in receipt.lines):
             was = sums.get(line.name, ReceiptLine(name=line.name, estimate=Decimal(0), actual=Decimal(0)))
@@ -84,7 +84,7 @@ class CampaignResults:
         return sum((getattr(receipt, name) for receipt in self.receipts), Decimal(0))
 
     def to_json(self) -> dict[str, Any]:
-        """The figures for programs, and all receipts as one: keys as in docs/report.md."""
+        """The figures, and the sum of all receipts, for programs. docs/report.md has the keys."""
         return {
             "schema": 1,
             "campaign": self.described.name,
@@ -127,7 +127,6 @@ def _read_trial(described: CampaignFile, folder: Path) -> ReportedTrial:
 
 
 def html(results: CampaignResults) -> str:
-    """The page."""
     of, best = results.described, results.best
     allowed = f"{of.max_usd:f} USD allowed, {of.at_once} at once"
     return page.page(
@@ -166,7 +165,7 @@ def _key(results: CampaignResults) -> str:
 
 
 def _pictures(results: CampaignResults) -> str:
-    of, trials = results.described, results.trials[::-1]  # the best is drawn last, over the others
+    of, trials = results.described, results.trials[::-1]  # the best run is drawn last, over the others
     colours = [_colour(results, trial) for trial in trials]
     axes: dict[str, Sequence[str | None]] = {}
     for key in results.varied:

@@ -1,5 +1,5 @@
-"""Draws charts as SVG in the page's colours: matplotlib draws, and each of its colours is replaced by a named colour of
-the page. A chart is small on purpose, so that its text is readable at the width of a telephone.
+"""Draws charts as SVG in the page's colours: matplotlib draws, and then each of its colours is replaced by a named
+colour of the page. Charts are small, so that their text can be read at the width of a phone.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 from gpufleet.infra.report.page import COLOURS
 
 LACKING = "Its charts need matplotlib: pip install 'gpufleet[report]'"
-SIZE = (5.2, 2.9)  # inches at 72 points: as wide as a telephone
-POINTS = 400  # the most points per line; more could not be distinguished
+SIZE = (5.2, 2.9)  # inches at 72 points, which is as wide as a phone
+POINTS = 400  # most points per line; more could not be distinguished
 COLOUR_CYCLE = ("blue", "orange", "green", "purple")
-# Colours that matplotlib gets, and that are then replaced in its output.
+# The colours with which matplotlib draws, and which are then replaced in its output.
 SENTINELS = {name: f"#0102{number:02x}" for number, name in enumerate(COLOURS)}
 
 Point = tuple[float, float]
@@ -28,8 +28,8 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """A line of a chart; with `dots` it is only points. The caller omits points without a figure. A line among others
-    may have no name.
+    """A line of a chart, or only points if `dots`. The caller leaves out points without a figure. The name may be
+    empty.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """A moment to mark in a chart over time or steps."""
+    """A moment to be marked in a chart over time or steps."""
 
     at: float
     name: str
@@ -66,8 +66,8 @@ def lines(
     level: tuple[float, str] | None = None,
     from_zero: bool = False,
 ) -> str:
-    """Lines over `x`, each with its name at its end if there are several; `level` is a bound with its name.
-    Returns '' without points or matplotlib.
+    """Lines over `x`, each with its name at its end if there are several. `level`: a bound and its name. Returns '' if
+    there are no points, or matplotlib is not installed.
     """
     series = [line for line in series if line.points]
     if not series or not drawable():
@@ -95,7 +95,7 @@ def lines(
 
 
 def _name_ends(axes: Any, ends: Iterable[tuple[float, str, str]]) -> None:
-    """Writes (height, name, colour) at the right edge, one above the other where the heights are close."""
+    """Writes each (height, name, colour) at the right edge; names at similar heights are moved apart."""
     low, high = axes.get_ylim()
     line_height, free_from = 0.075 * (high - low), low
     for height, name, colour in sorted(ends):
@@ -106,7 +106,7 @@ def _name_ends(axes: Any, ends: Iterable[tuple[float, str, str]]) -> None:
 
 
 def steady(series: Iterable[Series]) -> float | None:
-    """The figure that all points share, within a hundredth; None if they differ, or there are none."""
+    """The figure that all points share, within a hundredth; None if they differ, or if there are no points."""
     heights = [height for line in series for _, height in line.points]
     if not heights or max(heights) - min(heights) > 0.01 * max(map(abs, heights)):
         return None
@@ -114,10 +114,10 @@ def steady(series: Iterable[Series]) -> float | None:
 
 
 def parallel(axes: Mapping[str, Sequence[str | None]], colours: Sequence[str]) -> str:
-    """A line for each run over upright axes: `axes` has each axis's value of each run, and `colours` the runs' colours.
-    An axis of numbers goes from the lowest to the highest, by their logarithms if that is a hundredfold; an axis of
-    texts has them one above the other. A line has a gap where a run has no value. Returns '' for fewer than two axes,
-    or without matplotlib.
+    """A line for each run across upright axes. `axes`: for each axis, the runs' values; `colours`: the runs' colours.
+    An axis of numbers goes from the lowest to the highest, on a logarithmic scale if that is a hundredfold; on an axis
+    of texts, these stand one above the other. If a run has no value, its line has a gap. Returns '' if there are fewer
+    than two axes, or matplotlib is not installed.
     """
     if len(axes) < 2 or not colours or not drawable():
         return ""
@@ -145,7 +145,7 @@ def parallel(axes: Mapping[str, Sequence[str | None]], colours: Sequence[str]) -
 
 
 def _axis(values: Sequence[str | None]) -> tuple[list[float], dict[float, str]]:
-    """The height of each value from 0 to 1 (NaN: none), and the texts to write at heights."""
+    """The height of each value from 0 to 1 (NaN if there is no value), and the texts to write at heights."""
     known = [text for text in values if text is not None]
     try:
         numbers = {text: float(text) for text in known}
@@ -165,16 +165,14 @@ def _axis(values: Sequence[str | None]) -> tuple[list[float], dict[float, str]]:
 
 
 def unit_of(seconds: float) -> tuple[str, float]:
-    """The unit for a duration, and its seconds."""
+    """A unit that suits a duration, and the seconds of this unit."""
     return ("hours", 3600.0) if seconds >= 7200 else ("minutes", 60.0) if seconds >= 180 else ("seconds", 1.0)
 
 
 def steps_to(
     start: tuple[str, float], changes: Mapping[str, float], end: tuple[str, float], *, unit: str, digits: int
 ) -> str:
-    """A waterfall chart from one sum to another, with the changes that are large enough to be seen. Empty if there are
-    none.
-    """
+    """A waterfall chart from one sum to another, with the changes that are large enough to be seen; or empty."""
     changes = {name: change for name, change in changes.items() if abs(change) >= 0.005 * max(start[1], end[1])}
     if not changes or not drawable():
         return ""
@@ -202,7 +200,7 @@ def steps_to(
 
 
 def lanes(names: Sequence[str], bars: Sequence[Bar], marks: Sequence[tuple[int, float, str]], *, x: str) -> str:
-    """A lane per name with stretches of the kinds in KINDS; each of `marks` is a moment: (lane, when, kind)."""
+    """A lane for each name, with stretches of the kinds in KINDS. `marks`: moments, each as (lane, time, kind)."""
     if not drawable():
         return ""
     with style():
@@ -227,8 +225,8 @@ KINDS = {
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """About POINTS of the points, with the first and the last; each stretch is represented by the point with the middle
-    height.
+    """About POINTS of the points, including the first and the last. Of each stretch, the point with the median height
+    is kept.
     """
     if len(points) <= POINTS:
         return list(points)
@@ -242,7 +240,7 @@ def _kind(kind: str) -> str:
 
 
 def drawable() -> bool:
-    """Whether matplotlib is installed; without it a page has no charts, and shows LACKING."""
+    """Whether matplotlib is installed. If not, a page shows LACKING in place of charts."""
     return find_spec("matplotlib") is not None
 
 

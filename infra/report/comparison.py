@@ -13,11 +13,10 @@ from gpufleet.infra.show.html import paragraph
 
 
 def html(comparison: Comparison) -> str:
-    """The page."""
     frontier = comparison.own_frontier
     return page.page(
         comparison.title,
-        "hours by the wall: with waits for capacity",
+        "wall-clock hours: with waits for capacity",
         (
             "" if charts.drawable() else paragraph(charts.LACKING),
             page.charts([(f"The cheapest that can be run ({plot.CAPTION})", _picture(comparison))]),

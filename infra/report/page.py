@@ -8,7 +8,7 @@ from html import escape
 from gpufleet.infra.show import html
 from gpufleet.infra.show.sheet import Sheet
 
-# Names of colours; charts draw with them, the page defines each for day and night.
+# Names of colours with which charts draw. The page defines each for light and dark displays.
 COLOURS = {
     "ink": ("#1f2328", "#e6edf3"),
     "faint": ("#59636e", "#9198a1"),
@@ -52,7 +52,7 @@ td:not(:last-child){white-space:normal}*{print-color-adjust:exact}}
 
 
 def page(title: str, below: str, parts: Iterable[str]) -> str:
-    """The whole document; `below` is the line under the title."""
+    """The whole document. `below`: the line under the title."""
     day, night = ("".join(f"--{name}:{shades[number]};" for name, shades in COLOURS.items()) for number in range(2))
     colours = f":root{{color-scheme:light dark;{day}}}@media(prefers-color-scheme:dark){{:root{{{night}}}}}"
     return (
@@ -64,7 +64,7 @@ def page(title: str, below: str, parts: Iterable[str]) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """A heading with its content; empty without content."""
+    """A heading with its content; empty if there is no content."""
     inside = "\n".join(part for part in parts if part)
     return f"<section><h2>{escape(title)}</h2>\n{inside}</section>\n" if inside else ""
 
@@ -85,7 +85,7 @@ def charts(drawn: Iterable[tuple[str, str]]) -> str:
 
 
 def key(colours: Mapping[str, str]) -> str:
-    """The legend of a section's charts; empty without colours."""
+    """The legend of a section's charts; empty if there are no colours."""
     names = "".join(
         f'<span><i style="background:var(--{colour})"></i>{escape(name)}</span>' for name, colour in colours.items()
     )
@@ -93,5 +93,5 @@ def key(colours: Mapping[str, str]) -> str:
 
 
 def table(sheet: Sheet, *, total: bool = False) -> str:
-    """A table in HTML. With `total` the last row is the total. Empty for no rows."""
+    """A table in HTML; empty if it has no rows. If `total`, the last row is the total."""
     return f'<div class="wide">{html.table(sheet, total=total)}</div>' if sheet.rows else ""

@@ -1,6 +1,6 @@
 """Writes a finished run as a page: its bill, its cost and its events. It reads the files that `gpufleet results`
-downloads or that a rehearsal leaves. Only the receipt is required; the page omits everything else that is missing or
-damaged.
+downloads or that a rehearsal leaves. Only the receipt is required: the page leaves out everything else that is missing
+or damaged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpufleet.job.contract.workdir import METRICS, RECEIPT, RUN
 from gpufleet.job.text import counted
 
 NAME = "report.html"
-SHORT_S = 0.1  # seconds of delay by a save below which there is no chart of saves
+SHORT_S = 0.1  # if saves delay training by less, there is no chart of saves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class RunResults:
 
     @property
     def began(self) -> float:
-        """The launch of the first node; 0: not known."""
+        """The launch of the first node; 0 if not known."""
         return min(self.launched.values(), default=0.0)
 
     @property
@@ -63,11 +63,11 @@ class RunResults:
 
 
 def read(folder: Path) -> RunResults:
-    """Reads a run's files; raises GpufleetError if the receipt is missing or damaged."""
+    """Reads a run's files. Raises GpufleetError if the receipt is missing or damaged."""
     try:
         receipt = parse((folder / RECEIPT).read_bytes())
     except FileNotFoundError:
-        hint = "`gpufleet results STACK` brings that of a run that has ended, `gpufleet rehearse` leaves one"
+        hint = "`gpufleet results STACK` downloads that of an ended run, `gpufleet rehearse` writes one"
         raise GpufleetError(f"{folder}: there is no {RECEIPT}; {hint}") from None
     except DoubtError as error:
         raise GpufleetError(f"{folder / RECEIPT} cannot be read: {error}") from error
@@ -82,7 +82,6 @@ def read(folder: Path) -> RunResults:
 
 
 def html(run: RunResults) -> str:
-    """The page."""
     receipt = run.receipt
     kind = "rehearsal" if receipt.rehearsal else receipt.reason
     detail = f" ({receipt.detail})" if receipt.detail else ""
@@ -111,7 +110,7 @@ def _figures(run: RunResults) -> Iterator[tuple[str, str, str]]:
     usual = (run.bill.get("interruptions") or {}).get("p50")  # the mean of an older bill depends on a few runs
     beside = "" if rehearsed or usual is None else f"bill {float(usual):.0f}; "
     interruptions = str(notices + losses), f"{beside}{notices} with a notice, {losses} without"
-    if rehearsed:  # its time depends on this machine, so no bill predicts it
+    if rehearsed:  # a rehearsal's time depends on this machine, so no bill predicts it
         yield "interruptions", *interruptions
         yield "steps", f"{steps:,}", counted(len(receipt.attempts), "node")
         yield "cost", "nothing", "a rehearsal rents nothing"
@@ -130,7 +129,7 @@ def _usd(receipt: Receipt) -> str:
 
 
 def _money(run: RunResults) -> str:
-    """The receipt in the bill's range, the difference by its causes, and the dollars over the hours."""
+    """The charts about dollars: the receipt in the bill's range, the difference by its causes, dollars over hours."""
     receipt = run.receipt
     by_cause = {name: float(usd) for name, usd in receipt.causes.items()}
     ends = ("bill", float(receipt.estimate)), ("receipt", float(receipt.actual))
@@ -153,7 +152,7 @@ def _rehearsed_money(run: RunResults) -> str:
 
 
 def _spent(run: RunResults) -> str:
-    """The meter's dollars over the run, with the cap if the dollars come near it."""
+    """A chart of the meter's dollars over the run, with the cap if they come near it."""
     begin, (unit, size) = run.began, charts.unit_of(run.lasted_s)
     counted_usd = sorted(
         ((at - begin) / size, float(beat.spent_usd))
@@ -161,7 +160,7 @@ def _spent(run: RunResults) -> str:
         for at, beat in beats
         if beat.spent_usd is not None
     )
-    # a node may know less spending than another node has reported before
+    # a node may know of less spending than another node has already reported
     most = itertools.accumulate((usd for _, usd in counted_usd), max)
     points = [(at, usd) for (at, _), usd in zip(counted_usd, most, strict=True)]
     cap = (run.bill.get("cap") or {}).get("max_usd")
@@ -181,7 +180,7 @@ def _lines_table(receipt: Receipt) -> str:
 
 
 def _training(run: RunResults) -> Iterator[str]:
-    """Loss, speed and memory over the steps, with a line per phase and marks for the interruptions."""
+    """Yields charts of loss, speed and memory over the steps, with a line per phase and marks for interruptions."""
     phases = list(dict.fromkeys(str(record["phase"]) for record in run.records))
     marks = [
         Mark(at=node.last_step, name=name, colour=colour)
@@ -229,7 +228,7 @@ def _points(records: Sequence[Mapping[str, Any]], phase: str, key: str) -> list[
 
 
 def _nodes(run: RunResults) -> Iterator[str]:
-    """A lane per node since the first launch, and one for the checkpoints."""
+    """Yields a chart with a lane for each node and one for the checkpoints, over the time since the first launch."""
     known = [node for node in run.receipt.attempts if node.instance in run.launched]
     if not known:
         return
@@ -298,7 +297,7 @@ def _noticed(attempt: AttemptCost) -> bool:
 
 
 def _speeds(run: RunResults) -> str:
-    """The bill's step time and memory of each phase beside the run's."""
+    """A table of each phase's step time and memory, in the bill and in the run."""
     measured = {phase.get("name"): phase for phase in (run.receipt.measured or {}).get("phases") or []}
     pairs = [
         (predicted, measured[name])
@@ -329,7 +328,7 @@ def _slower(pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> str:
 
 
 def _options(bill: Mapping[str, Any]) -> str:
-    """The bill's cheaper options: docs/bill.md."""
+    """The cheaper options in the bill (see docs/bill.md)."""
 
     def figure(head: str, name: str, share: str) -> Column:
         return Column(f"{name}_{share}", head, name, 2, lambda option: float(option[name][share]))

@@ -1,1 +1,1 @@
-"""Reviews the cost of a change: prices two commits' stacks side by side, without credentials or network."""
+"""Reviews the cost of a change: prices the stacks of two commits side by side, without credentials or network."""

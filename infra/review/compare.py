@@ -1,10 +1,10 @@
 """Computes the changes between two commits, in dollars and by setting, also as an object for programs.
 
-The running code prices both sides, each with its own commit's prices and measurements. The difference of a stack is
-split up from BASE to HEAD: first the prices, then the measurements, then each changed key in the file's order, applied
-on top of those before. A key that cannot be applied alone is applied together with the next ones. Keys that can never
-be applied separately form one step. So the steps of a stack sum to its difference exactly, and a key's dollars depend
-on the keys above it.
+The running code prices both sides, each with the prices and measurements of its commit. The difference of a stack is
+split into steps from BASE to HEAD: first the prices, then the measurements, then each changed key in the file's order,
+applied on top of those before. A key that cannot be applied alone is applied together with the next ones; keys that can
+never be applied separately form one step. So the steps of a stack sum exactly to its difference, and the dollars of a
+key depend on the keys above it.
 """
 
 from __future__ import annotations
@@ -57,25 +57,25 @@ class StackAtCommit:
     tree: Mapping | None = None
     definition: StackDefinition | None = None
     bill: Bill | None = None
-    staged: StagedBill | None = None  # of a run in stages, which has no single bill
+    staged: StagedBill | None = None  # the bill of a run in stages, which has no single bill
     errors: tuple[str, ...] = ()
 
     @property
     def usd(self) -> Quantiles | None:
-        """The bill's USD to finish: a run that a limit stops is cheap but not done."""
+        """The bill's USD to finish, since a run that a limit stops is cheap but not done."""
         if self.staged:
             return self.staged.usd
         return self.bill.chosen.needed_usd if self.bill else None
 
     @property
     def priced(self) -> list[tuple[StackDefinition, Bill]]:
-        """Each part that has a fleet of its own, with its bill."""
+        """Each part that has its own fleet, with its bill."""
         bills = self.staged.bills if self.staged else (self.bill,) if self.bill else ()
         return list(zip(self.definition.parts if self.definition else (), bills, strict=False))
 
     @property
     def counted_p90(self) -> Decimal | None:
-        """The p90 that is compared with limits.max_usd."""
+        """The p90 with which limits.max_usd is compared."""
         if self.staged:
             return self.staged.usd.p90
         return self.bill.chosen.metered_usd.p90 if self.bill else None
@@ -83,7 +83,7 @@ class StackAtCommit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostStep:
-    """Part of a difference: these settings, and their effect on the bill's p50 and p90."""
+    """One step of a difference: the changed settings, and their effect on the bill's p50 and p90."""
 
     keys: tuple[str, ...]
     before: str
@@ -101,7 +101,7 @@ class StackReview:
     head: StackAtCommit | None
     steps: tuple[CostStep, ...] = ()
     aside: tuple[str, ...] = ()  # changed sections that no bill uses
-    over_cap: str = ""  # a sentence if p90 passes limits.max_usd
+    over_cap: str = ""  # a sentence if p90 exceeds limits.max_usd
     refused: tuple[str, ...] = ()  # why `up` would refuse it
     policy: tuple[Broken, ...] = ()
     age: str = ""
@@ -121,7 +121,7 @@ class StackReview:
 class Review:
     """The content of a review. It does not depend on the clock."""
 
-    base: str  # hashes
+    base: str  # the commits' hashes
     head: str
     base_prices: str
     head_prices: str
@@ -129,7 +129,7 @@ class Review:
     folder: str = ""  # the folder of the project in its repository
     notes: tuple[str, ...] = ()
     rules: bool = False  # whether there is a policy
-    policy_uncommitted: bool = False  # HEAD has no policy.yaml, but the working folder has one
+    policy_uncommitted: bool = False  # whether the working folder has a policy.yaml that HEAD lacks
 
     @property
     def exit_code(self) -> int:
@@ -141,8 +141,8 @@ class Review:
 
 @dataclass(slots=True)
 class Pricer:
-    """Prices the texts of definitions, which it writes as files into a folder of its own. Loading needs a moment:
-    HEAD's.
+    """Prices the texts of definitions, which it writes as files into a folder of its own. They are loaded as of HEAD's
+    time.
     """
 
     now: datetime
@@ -170,7 +170,7 @@ class Pricer:
             return StackAtCommit(tree=tree, errors=(str(error).replace(f"{self.folder}/", "stacks/"),))
 
     def usd(self, name: str, tree: Mapping, known: Known) -> Quantiles | None:
-        """USD to finish of a tree without a file; None if the tree does not load or has no price."""
+        """USD to finish for a tree that is not in a file; None if the tree does not load or has no price."""
         entries = {key: node for key, node in tree.entries.items() if key not in ASIDE}
         return self.side(name, dump(replace(tree, entries=entries)).encode(), known).usd
 
@@ -190,7 +190,7 @@ class Pricer:
 def compare(
     base: dict[str, bytes], head: dict[str, bytes], known: tuple[Known, Known], policy: Policy, now: datetime
 ) -> tuple[StackReview, ...]:
-    """Every stack of either side by name. `now` is the moment of HEAD's commit."""
+    """Every stack of either side, by name. `now`: the time of HEAD."""
     with tempfile.TemporaryDirectory(prefix="gpufleet-diff-") as folder:
         pricer = Pricer(now, Path(folder), policy)
         return tuple(
@@ -233,7 +233,7 @@ def _attribute(
     assert head.usd is not None
     old, new = known
     tree, now, usd = base.tree, old, base.usd
-    waits: list[str] = []  # the stack of BASE cannot be priced with these prices
+    waits: list[str] = []  # keys that could not be applied alone yet
     for key, step, before, after in (
         ("prices", replace(old, catalog=new.catalog), _named(old.catalog), _named(new.catalog)),
         ("measurements", new, "", ""),
@@ -245,7 +245,7 @@ def _attribute(
             waits.append(key)
             continue
         cost_step = _step((key,), before, after, usd, moved)
-        if key == "prices" or cost_step.p50 or cost_step.p90:  # most measurements are of other stacks
+        if key == "prices" or cost_step.p50 or cost_step.p90:  # most measurements belong to other stacks
             yield cost_step
         now, usd = step, moved
     pending = _changes(base.tree, head.tree)
@@ -270,9 +270,8 @@ def _step(keys: tuple[str, ...], before: str, after: str, was: Quantiles, now: Q
 
 
 def _changes(base: Mapping, head: Mapping) -> list[tuple[Path_, Node | None, Node | None]]:
-    """(path, before, after) of every value that differs: in HEAD's order, then values that HEAD lacks. A section
-    without keys (`estimate:`) does not count if the other side has keys in it, because then the keys are added or
-    removed.
+    """(path, before, after) of every value that differs: in HEAD's order, then values that HEAD lacks. An empty section
+    (`estimate:`) does not count if the other side has keys in it, because these keys are then what differs.
     """
     old, new = dict(_leaves(base)), dict(_leaves(head))
     changes = [
@@ -301,9 +300,7 @@ def _leaves(tree: Mapping, above: Path_ = ()) -> Iterator[tuple[Path_, Node]]:
 
 
 def _with_value(tree: Mapping, path: Path_, node: Node | None) -> Mapping:
-    """Returns the tree with one value set. With None, returns the tree without the key, and without the sections that
-    become empty.
-    """
+    """The tree with one value set; if `node` is None, without the key, and without sections that become empty."""
     entries, key = dict(tree.entries), path[0]
     if len(path) == 1:
         if node is None:
@@ -321,9 +318,7 @@ def _with_value(tree: Mapping, path: Path_, node: Node | None) -> Mapping:
 
 
 def _plain(node: Node | None) -> Any:
-    """Returns the value as the file has it, without its quotes and its line number. A key without a value differs from
-    a missing key.
-    """
+    """The value in the file, without quotes and line number. A key without a value differs from a missing key."""
     if isinstance(node, Scalar):
         return ("", None) if node.is_null else node.text
     if isinstance(node, Items):

@@ -14,15 +14,15 @@ from gpufleet.infra.bill.limits import AS_COUNTED
 from gpufleet.infra.review.compare import Review, StackAtCommit, StackReview
 from gpufleet.infra.show.sheet import Column, Sheet
 
-MARKER = "<!-- gpufleet-cost-review{} -->"  # a workflow finds its own comment by this line, with the project's folder
-_LONGEST = 80  # the most characters of a value that are shown
-LIMIT = 65_536  # characters of a comment, GitHub's REST API (2026-11)
-_KEPT = 512  # the part of these characters for the sentence about the cut
+MARKER = "<!-- gpufleet-cost-review{} -->"  # by this line, with the project's folder, a workflow finds its own comment
+_LONGEST = 80  # most characters of a value that are shown
+LIMIT = 65_536  # most characters of a comment (GitHub's REST API, 2026-11)
+_KEPT = 512  # the part of them that is reserved for the sentence about the cut
 
 
 def render(review: Review) -> str:
-    """The whole comment, with its marker first. A comment that is too long for GitHub is cut at a line and says so. The
-    verdict and the table of stacks come before everything that grows with the number of changed settings.
+    """The whole comment, which begins with its marker. If it is too long for GitHub, it is cut at a line and says so:
+    the verdict and the table of stacks come before everything that grows with the number of changed settings.
     """
     lines = list(_lines(review))
     if sum(len(line) + 1 for line in lines) <= LIMIT:
@@ -38,7 +38,7 @@ def render(review: Review) -> str:
 
 
 def marker(folder: str = "") -> str:
-    """The first line of each review of the project in this folder of its repository."""
+    """The first line of every review of the project in this folder of its repository."""
     return MARKER.format(" " + re.sub(r"[^\w./-]", "-", folder) if folder else "")
 
 
@@ -78,8 +78,8 @@ def _lines(review: Review) -> Iterator[str]:
 
 
 def _totals(stacks: Sequence[StackReview]) -> tuple[Decimal, Decimal, list[str]]:
-    """The sums of p50 at BASE and at HEAD, and the stacks that the sums omit because a commit has no bill for them. If
-    a sum counted them, a broken stack would look like saved money.
+    """The sums of p50 at BASE and at HEAD, and the stacks that the sums leave out because a commit has no bill for
+    them: if one sum included them, a broken stack would look like saved money.
     """
     unknown = [stack.name for stack in stacks if any(side and not side.usd for side in (stack.base, stack.head))]
     known = [stack for stack in stacks if stack.name not in unknown]
@@ -197,7 +197,7 @@ def _keys(keys: Sequence[str]) -> str:
 
 
 def _speed(stack: StackReview) -> str:
-    """A line if only one side uses a measurement."""
+    """A line about the speed, if only one side uses a measurement."""
     bills = [side.bill for side in (stack.base, stack.head) if side and side.bill]
     if len(bills) < 2 or bills[0].calibrated == bills[1].calibrated:
         return ""
@@ -216,7 +216,7 @@ def _signed(amount: Decimal, digits: int = 2) -> str:
 
 
 def _code(text: str, *, whole: bool = False) -> str:
-    """The text as Markdown code on one line, shortened unless `whole`; it cannot end the code or the cell."""
+    """The text as Markdown code on one line, shortened unless `whole`. It can end neither the code nor the cell."""
     if not text:
         return ""
     flat = " ".join(text.replace("`", "'").split())

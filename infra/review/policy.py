@@ -1,6 +1,6 @@
-"""Reads the rules of an organisation for every run from `policy.yaml`, and finds those that a run breaks. Two checks
-use this module: `gpufleet diff` takes the facts from definition and bill, the Pulumi policy pack in `policy/` takes
-them from the resources that are about to be declared. The module uses no pulumi, no boto3 and no clock.
+"""Reads an organisation's rules for all runs from `policy.yaml`, and finds those that a run breaks. Two checks use this
+module: `gpufleet diff` takes the facts from definition and bill, and the Pulumi policy pack in `policy/` takes them
+from the resources that are about to be declared. The module uses no pulumi, no boto3 and no clock.
 """
 
 from __future__ import annotations
@@ -26,39 +26,36 @@ if TYPE_CHECKING:
     from gpufleet.infra.definition.model import StackDefinition
 
 OBJECT = "aws:s3/bucketObjectv2:BucketObjectv2"
-RUN_CONFIG = "run-config"  # the name of run.json's resource; if a program declares several runs, the end of this name
+RUN_CONFIG = "run-config"  # the name of run.json's resource, or the end of this name if a program declares several runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
     """The rules that every run must obey.
 
-    None (no such key) or false means that there is no such rule. Patterns may contain * and ?. `max_usd_per_month` is
-    held before a run begins (infra/account/month.py), as no definition says what others have spent.
+    If a key is missing (None) or false, there is no such rule. Patterns may contain * and ?. `max_usd_per_month` is
+    checked only before a run begins (infra/account/month.py), because no definition says what others have spent.
     """
 
     max_usd_per_run: Decimal | None = field(default=None, metadata={"minimum": 0.01, "maximum": 1_000_000})
     max_usd_per_hour: Decimal | None = field(default=None, metadata={"minimum": 0.001, "maximum": 10_000})
-    allowed_types: tuple[str, ...] | None = None  # patterns: g5.*
+    allowed_types: tuple[str, ...] | None = None  # patterns, such as g5.*
     allowed_regions: tuple[str, ...] | None = None
     spot_only: bool = False
-    required_owner: tuple[str, ...] | None = None  # patterns, one of which the owner matches: *@example.org
+    required_owner: tuple[str, ...] | None = None  # patterns, such as *@example.org, one of which the owner must match
     max_usd_per_month: Decimal | None = field(default=None, metadata={"minimum": 0.01, "maximum": 10_000_000})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """The facts about a run that the rules use.
-
-    If `usd_p90` is None, there is no bill to check, because the run is over.
-    """
+    """The facts about a run that the rules use. If `usd_p90` is None, the run is over and has no bill to check."""
 
     region: str
     instance_types: tuple[str, ...]
     capacity: str
     owner: str
     usd_p90: Decimal | None
-    usd_per_hour: Decimal | None = None  # the dearest node that the fleet may take; None: not known
+    usd_per_hour: Decimal | None = None  # the price of the dearest node that the fleet may take; None if not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,9 +92,8 @@ def facts(definition: StackDefinition, bill: Bill | None, fallbacks: Iterable[Fa
 
 
 def held_to(definition: StackDefinition, rules: Policy | None) -> StackDefinition:
-    """The definition with the lower of two limits per hour: its own and the rules'.
-
-    A definition that can only be priced gets neither of the two limits.
+    """The definition with the lower limit per hour, its own or that of the rules. A definition that can only be priced
+    gets none of the two.
     """
     own, theirs = definition.limits.usd_per_hour, None if rules is None else rules.max_usd_per_hour
     if theirs is None or definition.variant.only_priced:
@@ -107,11 +103,11 @@ def held_to(definition: StackDefinition, rules: Policy | None) -> StackDefinitio
 
 
 def declared(type_: str, name: str, properties: Properties[str, Any]) -> Facts | None:
-    """The facts that run.json states, from a resource spelled as the engine spells it. None for any other resource.
+    """The facts in run.json, if the resource is run.json (in the engine's spelling); None for any other resource.
 
-    run.json is an object that the program declares before the fleet, which depends on it. So a rule that refuses it
-    prevents the fleet, even if nobody looked at a preview. No other property is read: in a first preview the bucket's
-    name is unknown, and reading it would be an error.
+    The program declares the object run.json before the fleet, which depends on it. So a rule that refuses it prevents
+    the fleet, even if nobody looked at a preview. No other property is read: in a first preview the bucket's name is
+    unknown, and reading it would be an error.
     """
     if type_ != OBJECT or not f"-{name}".endswith(f"-{RUN_CONFIG}"):
         return None
@@ -142,7 +138,7 @@ def _in_words(markets: Sequence[str]) -> str:
 
 
 def broken(policy: Policy, run_facts: Facts) -> tuple[Broken, ...]:
-    """Every rule that the run breaks, in the order of the file's keys. Empty: none."""
+    """Every rule that the run breaks, in the order of the file's keys."""
     rules: list[Broken] = []
     cap = policy.max_usd_per_run
     if cap is not None and run_facts.usd_p90 is not None and run_facts.usd_p90 > cap:
@@ -181,12 +177,12 @@ def broken_by_any(
 
 
 def find_policy(folder: Path) -> Policy | None:
-    """The rules of the policy.yaml in `folder`; None without one. Raises as load()."""
+    """The rules of the policy.yaml in `folder`; None if there is none. Raises like load()."""
     return load(folder / "policy.yaml") if (folder / "policy.yaml").is_file() else None
 
 
 def load(path: Path) -> Policy:
-    """The rules in `path`. Raises DefinitionError with every problem, GpufleetError when there is no such file."""
+    """The rules in `path`. Raises DefinitionError with every problem, and GpufleetError if there is no such file."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -195,10 +191,7 @@ def load(path: Path) -> Policy:
 
 
 def parse(raw: bytes, source: str) -> Policy:
-    """The rules in the bytes of a policy file.
-
-    An empty file has no rules. Raises DefinitionError with every problem.
-    """
+    """The rules in the bytes of a policy file; none if it is empty. Raises DefinitionError with every problem."""
     try:
         text = decode(raw)
         holds, see = "rules (spot_only: true, max_usd_per_run: 50, ...)", "`gpufleet docs review`"
@@ -210,7 +203,7 @@ def parse(raw: bytes, source: str) -> Policy:
     for key, node in tree.entries.items():
         if key not in names:
             findings.add(key, ", ".join(names), nearest(key, names), value=key or "''", node=node, unknown_key=True)
-        # a rule whose value was deleted must not count as a missing rule
+        # a rule with a deleted value must not count as no rule
         elif isinstance(node, Scalar) and node.is_null:
             findings.add(key, "a value", "Omit the key if there should be no such rule.", node=node)
     owner = tree.entries.get("required_owner")

@@ -1,7 +1,7 @@
 """Reviews two commits of a project: the data and stacks of each, and the changes between them.
 
-It reads only what a bill uses, from git's own store, and touches no checkout: stacks, policy, prices and measurements
-(calibrations, receipts, traces).
+It reads only what a bill uses: stacks, policy, prices and measurements (calibrations, receipts, traces). It reads them
+from git's object store, and touches no checkout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpufleet.infra.risk.hazard import Hazards, learn
 
 
 def review_commits(project: Path, base: str, head: str, rules: Path | None = None) -> Review:
-    """The review of two commits of a project. Raises GpufleetError: unknown commit, broken policy or prices."""
+    """The review of two commits of a project. Raises GpufleetError if a commit is unknown, or policy or prices bad."""
     hashes = [_commit_hash(project, name) for name in (base, head)]
     now = _made_at(project, hashes[1])
     with tempfile.TemporaryDirectory(prefix="gpufleet-diff-") as scratch:
@@ -33,7 +33,7 @@ def review_commits(project: Path, base: str, head: str, rules: Path | None = Non
         links = [_extract(project, commit, folder) for commit, folder in zip(hashes, folders, strict=True)]
         if links[1]:  # git would follow the link and run its target, which the review does not show
             raise GpufleetError(
-                f"HEAD has {links[1][0]} as a link, which a review does not follow: commit the file itself"
+                f"{links[1][0]} of HEAD is a link, which a review does not follow: commit the file itself"
             )
         if not any(map(_texts, folders)):  # otherwise a check in the wrong folder would always pass
             raise GpufleetError(
@@ -51,7 +51,7 @@ def review_commits(project: Path, base: str, head: str, rules: Path | None = Non
             old, old_note = new, "its prices cannot be read; HEAD's are used instead"
         notes = [f"{side}: {note}" for side, note in (("BASE", old_note), ("HEAD", new_note)) if note]
         if rules is None and _bytes(folders[0] / "policy.yaml") != _bytes(folders[1] / "policy.yaml"):
-            notes.append("**policy.yaml itself changes**; the rules here are HEAD's.")
+            notes.append("**policy.yaml itself changes**; this review uses the rules of HEAD.")
         known_new = _known(folders[1], new, hazards)
         try:
             hazards = learn(observations(folders[0]))
@@ -101,11 +101,11 @@ _WANTED = re.compile(
     r"|infra/catalog/(gpus|instances|on_demand|spot|services)\.csv|(calibrations|receipts)/[^/]+/[^/.][^/]*\.json"
     r"|traces/[^/.][^/]*\.(csv|json)"
 )
-_REGULAR = ("100644", "100755")  # no links, no submodules
+_REGULAR = ("100644", "100755")  # modes of files that are neither links nor submodules
 
 
 def _commit_hash(project: Path, name: str) -> str:
-    """The full hash of a commit. Raises GpufleetError if this clone does not have it, or git cannot answer."""
+    """The full hash of a commit. Raises GpufleetError if this clone lacks the commit, or if git cannot answer."""
     git.answer(project, "rev-parse", "--git-dir")  # reports a missing git, or repository
     words = ("--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
     try:
@@ -123,7 +123,7 @@ def _made_at(project: Path, commit: str) -> datetime:
 
 
 def _uncommitted(project: Path, head: str) -> list[str]:
-    """Files behind a bill that are changed in the working folder; empty if another commit is checked out."""
+    """Files behind a bill that differ in the working folder; empty if another commit is checked out."""
     if head != _commit_hash(project, "HEAD"):
         return []
     top, prefix = _place(project)
@@ -141,8 +141,8 @@ def _place(project: Path) -> tuple[Path, str]:
 
 
 def _extract(project: Path, commit: str, folder: Path) -> list[str]:
-    """Writes the commit's files behind a bill into `folder`, laid out as in the project. Returns the paths that are
-    links there: these links are not followed.
+    """Writes those files of the commit that a bill uses into `folder`, laid out as in the project. Returns the paths
+    that are links, which are not followed.
     """
     top, prefix = _place(project)
     listed = git.answer(top, "ls-tree", "-r", "-z", "--full-tree", commit).decode("utf-8", "backslashreplace")
@@ -167,10 +167,8 @@ def _extract(project: Path, commit: str, folder: Path) -> list[str]:
 
 
 def _catalog_of(folder: Path, day: date) -> tuple[Catalog, str]:
-    """The prices of an extracted commit that are in force on that day, and a sentence if other prices had to be used.
-
-    A commit's own shipped catalog counts if this version can read it, else this version's. Raises GpufleetError for a
-    broken prices/ folder.
+    """The prices of an extracted commit that apply on that day, and a sentence if other prices had to be used. If this
+    version cannot read the commit's shipped catalog, its own is used. Raises GpufleetError if prices/ is broken.
     """
     own = folder / "infra" / "catalog"
     if not own.is_dir():
@@ -193,7 +191,7 @@ def _contents(top: Path, blobs: list[str]) -> list[bytes]:
         facts = out[start:head].split()
         if len(facts) != 3:
             raise GpufleetError(
-                f"git does not have {blobs[len(contents)]}, a file of a commit under review: fetch both commits whole,"
+                f"git lacks {blobs[len(contents)]}, a file of a commit under review: fetch both commits completely,"
                 " without a filter"
             )
         size = int(facts[2])

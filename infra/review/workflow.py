@@ -9,16 +9,14 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 TEMPLATE = Path(__file__).with_name("gpufleet-review.yml")
-# Files behind a review; for gpufleet's own repository also its code, which prices both sides.
+# Files that a review uses; in gpufleet's own repository also its code, which prices both sides.
 READ = ("stacks/**", "prices/**", "calibrations/**", "receipts/**", "traces/**", "policy.yaml")
 CODE = ("infra/**", "job/**")
 CHECK = "  # CHECK: gpufleet came from a file here; name where CI can get it"
 
 
 def workflow(folder: str, install: str) -> str:
-    """The workflow's text. `folder` is the folder of the project in its repository, or `.`; `install` is pip's
-    argument.
-    """
+    """The workflow's text. `folder`: the project's folder in its repository, or `.`. `install`: pip's argument."""
     own = (*READ, *(CODE if install.endswith(" -e .") else ()))
     paths = ", ".join(json.dumps(path if folder == "." else f"{folder}/{path}") for path in own)
     values = {"PATHS": paths, "FOLDER": folder, "GPUFLEET": install}
@@ -26,12 +24,12 @@ def workflow(folder: str, install: str) -> str:
 
 
 def installation(project: Path) -> str:
-    """pip's argument to install this gpufleet elsewhere, from pip's own record of its source (PEP 610). It ends with
-    CHECK if the source is a place on this machine.
+    """pip's argument to install this gpufleet elsewhere, from pip's record of its source (PEP 610). It ends with CHECK
+    if the source is on this machine.
     """
     try:
         installed = distribution("gpufleet")
-    except PackageNotFoundError:  # run from a checkout that was not installed
+    except PackageNotFoundError:  # this runs from a checkout that is not installed
         return f"gpufleet{CHECK}"
     origin = json.loads(installed.read_text("direct_url.json") or "{}")
     url = str(origin.get("url", ""))

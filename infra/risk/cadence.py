@@ -1,10 +1,10 @@
-"""Finds the checkpoint interval that costs least on average. Frequent saves stall the steps, and rare saves lose more
-of them.
+"""Finds the checkpoint interval that costs least on average. Frequent saves stall the steps, and with rare saves more
+steps are lost.
 
-Only interruptions that lose work count: a notice that is handled in time loses nothing, with any interval. The interval
-comes from the closed form of the simulation (infra/risk/closed_form.py), averaged over the hazard's distribution; where
-nodes live much longer than the interval, it is Young's (CACM 17(9), 1974): sqrt(2 x save / rate of losses). The saving
-of the interval comes from the simulation itself, in which both intervals have the same random draws.
+Only interruptions that lose work count: if a notice is handled in time, nothing is lost with any interval. The interval
+comes from the closed form of the simulation (infra/risk/closed_form.py), averaged over the hazard's distribution. If
+nodes live much longer than the interval, it is Young's (CACM 17(9), 1974): sqrt(2 x save / rate of losses). What the
+interval saves comes from the simulation itself, in which both intervals have the same random draws.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from gpufleet.infra.risk.closed_form import expected_hours
 from gpufleet.infra.risk.simulation import Exposure, simulate_each
 
 SHORTEST_S = 1.0
-LONGEST_S = 86_400.0  # the interval in seconds that a run config allows
+LONGEST_S = 86_400.0  # the longest interval in seconds that a run config allows
 _SHARES = 16  # number of quantiles that represent the hazard's distribution
 _RUNS, _ATTEMPTS = 1_000, 64  # simulated runs from which the saving is computed, and the fewest nodes of each run
-_CARRIED_ON = 0.01  # share of runs unfinished after _ATTEMPTS nodes above which their extrapolated dollars mean nothing
+_CARRIED_ON = 0.01  # if more runs are unfinished after _ATTEMPTS nodes, their extrapolated dollars mean nothing
 _NARROWINGS = 24  # each narrowing leaves 62 % of the bracket
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BestInterval:
-    """The best interval, and what it saves on average compared with the present interval."""
+    """The best interval, and what it saves on average compared with the present one."""
 
     interval_s: float
     present_s: float
@@ -36,7 +36,7 @@ class BestInterval:
     share: float  # the saving as a share of the run's expected dollars
 
     def sentence(self) -> str:
-        """The sentence that people read."""
+        """A sentence about the interval, for people."""
         if not self.saved_usd:
             return f"no other checkpoint interval is cheaper than the present {self.present_s:g} s"
         best = f"the cheapest checkpoint interval is about {_rounded(self.interval_s):g} s"
@@ -46,11 +46,11 @@ class BestInterval:
 
 
 def optimal(exposure: Exposure, save_cost_s: float) -> BestInterval | None:
-    """The interval with the least expected dollars, for a save that stalls the steps by `save_cost_s`.
+    """The interval with the least expected dollars, if a save stalls the steps by `save_cost_s`.
 
-    The exposure's hours of work contain the stalls of its present interval; the exposure's limits do not matter. The
-    interval is never longer than the work itself, which is then saved once. None for a run that never finishes, at its
-    present interval or at any other. Raises ValueError for a negative or infinite cost.
+    The exposure's hours of work include the stalls of its present interval; its limits do not matter. The interval is
+    at most as long as the work, which is then saved once. None if the run never finishes, at its present interval or at
+    any other. Raises ValueError if the cost is negative or infinite.
     """
     if not (0 <= save_cost_s < math.inf):
         raise ValueError(f"save_cost_s is {save_cost_s}; allowed: seconds, 0 or more")
@@ -64,7 +64,7 @@ def optimal(exposure: Exposure, save_cost_s: float) -> BestInterval | None:
     both = [_with_interval(alone, interval_s, save_cost_s) for interval_s in (present_s, best_s)]
     present, best = simulate_each(both, runs=_RUNS, attempts=_ATTEMPTS, unfinished=_CARRIED_ON)
     saved_usd = float(present.usd.mean() - best.usd.mean())
-    if saved_usd <= 0:  # the intervals are equal to the last digit, or another interval saves nothing
+    if saved_usd <= 0:  # the best interval is the present one up to rounding, or saves nothing
         best_s, saved_usd, best = present_s, 0.0, present
     return BestInterval(
         interval_s=best_s,
@@ -82,7 +82,7 @@ def _hours(exposure: Exposure, interval_s: float, save_cost_s: float, hazards: t
 
 
 def _with_interval(exposure: Exposure, interval_s: float, save_cost_s: float) -> Exposure:
-    """The run with another interval, and with that interval's stalls in its hours of work."""
+    """The run with another interval, whose stalls are in its hours of work."""
     present_s, whole_s = exposure.interval_h * 3600, exposure.phase_ends_h[-1] * 3600
     stalls = (1 + save_cost_s / min(interval_s, whole_s)) / (1 + save_cost_s / min(present_s, whole_s))
     ends = tuple(end * stalls for end in exposure.phase_ends_h)
@@ -98,7 +98,9 @@ def _hazards(exposure: Exposure) -> tuple[float, ...]:
 
 
 def _least(cost: Callable[[float], float], low: float, high: float) -> float:
-    """Where `cost` is least, by golden section on a logarithmic scale. `cost` must fall first and then rise."""
+    """The argument for which `cost` is least, by golden section on a logarithmic scale. `cost` must first fall and then
+    rise.
+    """
     log_low, log_high = math.log(low), math.log(high)
     first, second = log_high - _GOLDEN * (log_high - log_low), log_low + _GOLDEN * (log_high - log_low)
     at_first, at_second = cost(math.exp(first)), cost(math.exp(second))

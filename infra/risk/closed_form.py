@@ -1,5 +1,5 @@
-"""Computes in closed form, without simulation, the mean hours at a fixed hazard, and the hazard above which spot does
-not pay.
+"""Computes in closed form, without simulation, the mean hours at a fixed hazard, and the hazard above which spot costs
+more than on demand.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ from gpufleet.infra.risk.gathering import mean_billed_h
 from gpufleet.infra.risk.hazard import gang, left_share
 from gpufleet.infra.risk.simulation import NOTICE_H, Exposure
 
-KEEPS_NOTHING = 100  # number of times its work that stands for the interval of a run without checkpoints
-FINEST, HIGHEST = 1e-4, 10.0  # interruptions per node-hour: the finest step and the highest rate of the search
+KEEPS_NOTHING = 100  # a run without checkpoints has an interval of this many times its work
+FINEST, HIGHEST = 1e-4, 10.0  # the finest step and the highest rate of the search, in interruptions per node-hour
 
 
 def expected_hours(exposure: Exposure, hazard: float) -> float:
-    """Mean node-hours of a run at one fixed hazard per node-hour, without limits; tests check the simulation against
-    it.
+    """Mean node-hours of a run at one fixed hazard per node-hour, without limits. Tests compare the simulation with it.
 
-    A node gets past its first `a` = restart + notice with probability exp(-hazard a), so one useful stretch costs
+    A node gets past its first `a` = restart + notice with probability exp(-hazard a), so that one useful stretch costs
     (exp(hazard a) - 1) / hazard on average, and work W is cut into 1 + hazard W stretches on average. The work that
-    interruptions destroy is added to W. The form is exact when set-up equals restart and no checkpoint interval
-    outlasts an attempt. If an interval outlasts all of the work, no stretch keeps anything, and W is a single stretch.
+    interruptions destroy is added to W. The formula is exact if set-up equals restart and no attempt is shorter than a
+    checkpoint interval. If an interval is longer than all of the work, no stretch keeps anything: W is one stretch.
     """
     work_h = exposure.phase_ends_h[-1]
     if not hazard:
@@ -48,11 +47,11 @@ def expected_hours(exposure: Exposure, hazard: float) -> float:
 
 
 def break_even(exposure: Exposure, on_demand_usd: float) -> float | None:
-    """The hazard per node-hour from which spot costs more on average than `on_demand_usd`.
+    """The hazard per node-hour above which spot costs more on average than `on_demand_usd`; None if spot is cheaper up
+    to HIGHEST.
 
     Limits do not apply, because a run that a limit stops is cheap but not done. Interrupted first hours count as
-    billed, because otherwise a node that is lost every ten minutes would cost nothing. None: spot is cheaper up to
-    HIGHEST.
+    billed: otherwise a node that is lost every ten minutes would cost nothing.
     """
 
     def dearer(hazard: float) -> bool:
@@ -64,5 +63,5 @@ def break_even(exposure: Exposure, on_demand_usd: float) -> float | None:
     while high - low > FINEST:
         middle = (low + high) / 2
         low, high = (low, middle) if dearer(middle) else (middle, high)
-    # the lines' amounts may differ by rounding, so this small value does not count as a hazard
+    # FINEST counts as 0, because the amounts of the lines may differ by rounding
     return 0.0 if high <= FINEST else high

@@ -1,6 +1,6 @@
-"""Computes what it costs to gather several nodes. Nodes that exist wait for the missing nodes, and are billed. After a
-while the waiting nodes end, and AWS is asked for all nodes again from time to time. job/contract/gathering.py has the
-rule for how long nodes wait and how long the pauses between two requests are.
+"""Computes what it costs to gather several nodes. Nodes that exist wait for missing ones, and are billed. After a while
+the waiting nodes end, and AWS is asked for all nodes again from time to time. How long nodes wait, and how long the
+pauses between two requests are, is defined in job/contract/gathering.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _POINTS = 2000  # equally likely values of a log-normal, from which its mean is 
 
 
 def gathered(wait_h: Floats, gather_h: Floats | float, boot_h: Floats | float) -> tuple[Floats, Floats]:
-    """(hours until all nodes train again, hours billed for each waiting node), for waits that would have been `wait_h`
-    if no node had ended. `gather_h` is how long nodes wait, inf for ever. `boot_h` is a node's start. After each
-    request to AWS that does not bring all nodes, their start and their wait are billed.
+    """(hours until all nodes train again, hours billed for each waiting node). `wait_h`: the waits as they would have
+    been if no node had ended. `gather_h`: how long nodes wait for others; inf for ever. `boot_h`: how long a node's
+    start takes. If a request to AWS does not bring all nodes, the nodes that wait are billed for their start and their
+    wait.
     """
     if not (wait_h > gather_h).any():
         return wait_h, wait_h
@@ -36,7 +37,7 @@ def gathered(wait_h: Floats, gather_h: Floats | float, boot_h: Floats | float) -
         ready_h = asked_h + boot
         came = wait_h[lacking] <= (ready_h + later_h)[lacking]
         there = lacking[came]
-        # a node's start is counted as part of its run
+        # the start of a node is counted elsewhere, as part of its run
         until[there] = np.maximum(asked_h[there], wait_h[there] - boot[there])
         billed[there] += np.maximum(wait_h[there] - ready_h[there], 0.0)
         lacking = lacking[~came]

@@ -1,19 +1,20 @@
-"""Models how often AWS takes a spot node away, as a distribution, because nobody knows next week's hazard of a zone.
+"""Models how often AWS interrupts a spot node, as a distribution, because nobody knows next week's hazard of a zone.
 
-Three ways to know it, each a `Hazard`:
+A `Hazard` comes from one of three sources:
 
-- nothing is known: a log-normal from public traces, by the number of GPUs of a node (`prior`);
-- a figure of the definition (`estimate.hazard_per_hour`): that figure, exactly;
-- learned (`learn`) from node-hours and interruptions that were seen, in traces or in the user's own receipts.
+- if nothing is known, a log-normal from public traces, by the number of GPUs of a node (`prior`);
+- a figure in the definition (`estimate.hazard_per_hour`), which is then exact;
+- node-hours and interruptions in traces or in the user's receipts, from which it is learned (`learn`).
 
-Learning is a two-level model on ln hazard, solved on a grid: a type has a median, its zones spread around it, and each
-zone's interruptions are Poisson in its node-hours. So a zone's own history decides once it is long, a zone without
-history gets the hazard of its type, and a type without history gets the prior. Three constants describe what real
-traces do beyond that: interruptions come in clusters, so a history says less than its count (`DISPERSION`); next week
-is not last month (`DRIFT`); and some nodes live for days and others for minutes in the same zone (`UNEVENNESS`).
+Learning uses a two-level model of ln hazard, solved on a grid: a type has a median, its zones spread around this
+median, and the interruptions of each zone are Poisson in its node-hours. So a zone's own history decides once it is
+long, a zone without history gets the hazard of its type, and a type without history gets the prior. Three constants
+describe how real traces differ from this model: interruptions come in clusters, so that a history says less than its
+count (`DISPERSION`); next week differs from last month (`DRIFT`); and in one zone some nodes live for days and others
+for minutes (`UNEVENNESS`).
 
-AWS publishes a monthly share of reclaimed instances per type. That share is no hazard per hour of a node that must
-finish, and is never converted into a hazard.
+AWS publishes, for each type, the share of instances reclaimed in a month. This is not the hazard per hour of a node
+that must finish, and is never converted into one.
 """
 
 from __future__ import annotations
@@ -32,46 +33,46 @@ from numpy.typing import NDArray
 from gpufleet.infra.evidence.observation import Observation
 from gpufleet.job.text import counted
 
-# Losses per hour of a node with one GPU, as zones of public traces have them: nine of 2023 (p3.2xlarge) 0.10 to 1.39,
-# geometric mean 0.31, sigma 0.88; thirteen of 2025 (one H100, GCP) 0.00 to 1.78, 0.14, 1.5; eight others of 2022 and
-# 2023 0.23 to 0.74. How well the prior covers each trace if that trace is left out: bench/results/risk.md. Sources:
-# github.com/skypilot-org/spot-traces at 221da1a, github.com/andylizf/skynomad-artifact at 62b9aaa (read 2026-11).
-# The power of a node's GPUs is an assumption until a second source stands behind it: nodes with 8 (p3.16xlarge,
-# p2.16xlarge, 2022, the first source) lost 0.64 to 1.32 where such with one lost 0.23 to 0.62, a factor of 2.7; 4 x L4
-# lost 0.41 (six AWS zones, 2025-12, the second), a factor of 1.3.
+# Losses per hour of a node with one GPU, by zones of public traces: nine zones of 2023 (p3.2xlarge) 0.10 to 1.39, with
+# geometric mean 0.31 and sigma 0.88; thirteen of 2025 (one H100, GCP) 0.00 to 1.78, with 0.14 and 1.5; eight others of
+# 2022 and 2023 0.23 to 0.74. bench/results/risk.md shows how well the prior covers each trace if this trace is left
+# out. Sources: github.com/skypilot-org/spot-traces at 221da1a, github.com/andylizf/skynomad-artifact at 62b9aaa (read
+# 2026-11). SIZE_POWER, for the number of GPUs of a node, is an assumption until a second source confirms it: nodes with
+# 8 GPUs (p3.16xlarge, p2.16xlarge, 2022, first source) lost 0.64 to 1.32 per hour while nodes with one lost 0.23 to
+# 0.62, a factor of 2.7; nodes with 4 x L4 (six AWS zones, 2025-12, second source) lost 0.41, a factor of 1.3.
 HAZARD_MEDIAN, SIZE_POWER = 0.3, 0.5
 HAZARD_SIGMA = 1.2
 TRACES = "log-normal of public traces of 2022 to 2025"
-MOST_SIGMAS = 2.0  # highest hazard: above it nothing was measured, and runs that never end would dominate every mean
+MOST_SIGMAS = 2.0  # no hazard is higher: nothing higher was measured, and runs without end would dominate every mean
 HAZARD_WORDS = (("calm", 0.05), ("usual", 0.2), ("rough", 0.5))
 
-# Zones of one type spread by 0.9 to 1.5 in ln hazard, nearly all of the spread; the rest is left to types.
+# Zones of one type spread by 0.9 to 1.5 in ln hazard, which is nearly the whole spread; the rest is between types.
 ZONE_SIGMA = 1.0
 TYPE_SIGMA = 0.66  # together with ZONE_SIGMA it gives HAZARD_SIGMA
 
-# Three constants from the same authors' eight traces of 2022-10-26 (two zones, K80 and V100, 27 days), none of them
-# among the nine zones on which the result is measured: bench/results/risk.md.
+# Three constants from eight traces by the same authors of 2022-10-26 (two zones, K80 and V100, 27 days). None is among
+# the nine zones on which the result is measured (bench/results/risk.md).
 DISPERSION = 5.0  # variance over mean of interruptions per day
 DRIFT = 0.7  # standard deviation of ln hazard between the halves of a trace, minus the noise of counting
-# Sigma of ln hazard between nodes, log-normal factors assumed: 1.3 is the most likely value for the lives of those
-# nodes; 1.2 covers newer traces better.
+# Sigma of ln hazard between nodes, if nodes differ by log-normal factors: 1.3 is the most likely value for the lives of
+# the nodes in these traces, but 1.2 covers newer traces better.
 UNEVENNESS = 1.2
 
 _GRID = np.linspace(math.log(1e-4), math.log(1e2), 401)  # ln hazard per node-hour
 
-# Nodes that run together are lost together. The power of their number is an assumption, too: from 1 to 16 of them the
-# rate of losses grew as the 0.35th power in fourteen zones (H100s of 2025, V100s of 2023, with a GPU each), between
-# zones give or take 0.28; from 1 to 4 as the 0.16th in sixteen; and 23 to 91 % of the losses of four took all four. The
-# same zones as in bench/results/risk.md.
+# Nodes that run together are often lost together. The power of their number is an assumption, too. From 1 to 16 nodes,
+# the rate of losses grew as the 0.35th power in fourteen zones (H100s of 2025, V100s of 2023, one GPU each), with a
+# sigma of 0.28 between zones; from 1 to 4 nodes, as the 0.16th power in sixteen zones. 23 to 91 % of the losses among
+# four nodes took all four. The zones are those in bench/results/risk.md.
 GANG_POWER, GANG_POWER_SIGMA, ALL_AT_ONCE = 0.35, 0.3, 0.5
-# Hours until a node is there again, log-normal, from those traces: in one zone medians of 0.2 to 0.75 and sigma 0.8 to
-# 1.4 of their logarithm; 0.38 and 1.2 where any of two to four zones of 2023 will do; until all of several nodes are
-# there 0.2 to 0.9 and 1.0 to 1.6.
+# Hours until AWS has a node again, log-normal, from the same traces. In one zone: medians of 0.2 to 0.75, sigmas of the
+# logarithm of 0.8 to 1.4. In any of two to four zones of 2023: 0.38 and 1.2. Until all of several nodes are there: 0.2
+# to 0.9 and 1.0 to 1.6.
 ZONE_WAIT_H, ZONE_WAIT_SIGMA = 0.45, 1.3
 ZONES_WAIT_H, ZONES_WAIT_SIGMA = 0.38, 1.2
 GANG_WAIT_H, GANG_WAIT_SIGMA = 0.5, 1.4
 
-# Two fifths of the median: a wait that is longer than this is mostly far longer, and billed for every waiting node.
+# Nodes wait two fifths of the median: longer waits are usually far longer, and are billed for every waiting node.
 GATHER_SHARE, LEAST_GATHER_H, MOST_GATHER_H = 0.4, 1 / 12, 0.5
 
 Floats = NDArray[np.float64]
@@ -80,7 +81,9 @@ Indices = NDArray[np.intp]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hazard:
-    """Interruptions per node-hour, log-normal between runs. `median` 0 means never, `sigma` 0 a known figure."""
+    """Interruptions per node-hour, log-normal between runs. A `median` of 0 means never; a `sigma` of 0, a fixed
+    figure.
+    """
 
     median: float = HAZARD_MEDIAN
     sigma: float = HAZARD_SIGMA  # standard deviation of ln hazard
@@ -89,16 +92,16 @@ class Hazard:
 
     @classmethod
     def fixed(cls, per_hour: float) -> Hazard:
-        """Returns a hazard of exactly `per_hour`."""
+        """A hazard of exactly `per_hour`."""
         return cls(median=per_hour, sigma=0.0, unevenness=0.0, source="estimate.hazard_per_hour")
 
     def quantile(self, share: float) -> float:
-        """Returns the hazard below which `share` of the runs stay."""
+        """The hazard below which `share` of the runs stay."""
         return self.median * math.exp(self.sigma * NormalDist().inv_cdf(share))
 
     def of_gang(self, nodes: int) -> Hazard:
-        """Interruptions per hour of a run on `nodes` nodes, any of which interrupts it. The hazard is less certain for
-        more nodes; a fixed figure stays fixed.
+        """The hazard of a run on `nodes` nodes, which the loss of any node interrupts. It is less certain for more
+        nodes, unless it is a fixed figure.
         """
         sigma = math.hypot(self.sigma, GANG_POWER_SIGMA * math.log(nodes)) if self.sigma else 0.0
         return replace(self, median=self.median * gang(nodes), sigma=sigma)
@@ -109,8 +112,8 @@ class Hazard:
 
 
 def prior(gpus: int) -> Hazard:
-    """The hazard of a node with `gpus` GPUs when nothing was observed for its type. A node without a GPU gets the
-    hazard of a node with one, because no public trace counts nodes without.
+    """The hazard of a node with `gpus` GPUs if nothing was observed for its type. A node without a GPU gets the hazard
+    of a node with one, because no public trace has nodes without GPUs.
     """
     if not gpus:
         return Hazard(source=f"{TRACES}, one GPU's, an assumption for a node without")
@@ -120,49 +123,46 @@ def prior(gpus: int) -> Hazard:
 
 
 def gang(nodes: int) -> float:
-    """How many times as often a run on `nodes` nodes is interrupted as a run on one."""
+    """The factor by which a run on `nodes` nodes is interrupted more often than a run on one."""
     return float(nodes**GANG_POWER)
 
 
 def left_share(nodes: int) -> float:
-    """The share of the nodes that remain after a loss, on average."""
+    """The mean share of nodes that remain after a loss."""
     return (1 - ALL_AT_ONCE) * (1 - 1 / nodes)
 
 
 def wait(zones: int, nodes: int) -> tuple[float, float]:
-    """Median hours and sigma of the wait for a node in any of `zones` zones, or for all of several in one zone."""
+    """Median hours and sigma of the wait for a node in any of `zones` zones, or for several nodes in one zone."""
     alone = {1: (ZONE_WAIT_H, ZONE_WAIT_SIGMA), 2: (ZONES_WAIT_H, ZONES_WAIT_SIGMA)}  # by number of zones
     return {1: alone[min(zones, 2)]}.get(nodes, (GANG_WAIT_H, GANG_WAIT_SIGMA))
 
 
 def gather(wait_h: float) -> float:
-    """Hours that nodes wait for missing nodes before they end, unless the definition file sets these hours. `wait_h` is
-    the median wait.
+    """Hours that nodes wait for missing nodes before they end, unless the definition file sets them. `wait_h`: the
+    median wait.
     """
     return min(max(GATHER_SHARE * wait_h, LEAST_GATHER_H), MOST_GATHER_H)
 
 
 def of_node(normals: Floats, unevenness: Floats | float, *, first: bool) -> Floats:
-    """The factors that turn a run's hazard into the hazard of one of its nodes, from one standard normal number per
-    run.
+    """The factors that turn a run's hazard into that of one of its nodes, from one standard normal number per run.
 
-    Nodes differ by a log-normal factor; the run's hazard is interruptions per node-hour over all of them. Long-lived
-    nodes fill most of the time although they are few. So the first node, which is taken at any hour, is calmer than a
-    node after an interruption: half the variance below the run's ln hazard instead of above.
+    Nodes differ by a log-normal factor; the run's hazard is interruptions per node-hour over all of them. Nodes that
+    live long fill most of the time although they are few. So the first node, which begins at any hour, has a lower
+    hazard than a node after an interruption: half the variance below the run's ln hazard, not above it.
     """
     shift = unevenness**2 / 2
     return np.asarray(np.exp(unevenness * normals + (-shift if first else shift)))
 
 
 def word(per_hour: float) -> str:
-    """Returns the word of HAZARD_WORDS whose hazard is nearest to `per_hour`, by their ratio."""
+    """The word of HAZARD_WORDS whose hazard has the ratio nearest to 1 with `per_hour`."""
     return min(HAZARD_WORDS, key=lambda pair: abs(math.log(max(per_hour, 1e-9) / pair[1])))[0]
 
 
 class Key(NamedTuple):
-    """The type and zone to which a learned hazard applies. `zone` is None for every zone of the type without
-    history.
-    """
+    """The type and zone to which a learned hazard applies. `zone` is None for all zones of the type without history."""
 
     type: str
     zone: str | None
@@ -172,10 +172,9 @@ Hazards = Mapping[Key, Hazard]  # the result of learn()
 
 
 def learn(observations: Iterable[Observation]) -> dict[Key, Hazard]:
-    """A hazard for each (type, zone) seen, and for each type (`zone` None) in a zone without history.
-
-    Several observations of one zone add up. Raises ValueError for negative or infinite numbers, and for interruptions
-    without node-hours.
+    """A hazard for each observed (type, zone), and for each type in zones without history (`zone` None). Observations
+    of the same zone add up. Raises ValueError if a number is negative or infinite, or if there are interruptions but no
+    node-hours.
     """
     by_type: dict[str, dict[str | None, list[Observation]]] = defaultdict(lambda: defaultdict(list))
     for observation in observations:
@@ -198,9 +197,7 @@ def learn(observations: Iterable[Observation]) -> dict[Key, Hazard]:
 
 
 def find(learned: Hazards, kind: str, zone: str | None, gpus: int = 1) -> Hazard:
-    """Returns the most specific hazard that is known: that of the zone, else of the type, else the prior of nodes with
-    so many GPUs.
-    """
+    """The most specific known hazard: of the zone, or else of the type, or else the prior for this number of `gpus`."""
     return learned.get(Key(kind, zone)) or learned.get(Key(kind, None)) or prior(gpus)
 
 
@@ -214,7 +211,7 @@ def _check(seen: Observation) -> None:
 
 
 def _log_likelihood(seen: list[Observation]) -> Floats:
-    """The Poisson log likelihood of the zone's hazard at each point of the grid, with interruptions and node-hours
+    """The Poisson log likelihood of the zone's hazard at each point of the grid. Interruptions and node-hours are
     divided by DISPERSION.
     """
     count = sum(observation.interruptions for observation in seen) / DISPERSION
@@ -223,20 +220,20 @@ def _log_likelihood(seen: list[Observation]) -> Floats:
 
 
 def _of_median(of_zone: Floats) -> Floats:
-    """ln likelihood of the type's median, from the likelihood of one zone's hazard."""
+    """The log likelihood of the type's median, from that of one zone's hazard."""
     peak = of_zone.max()
     return np.asarray(np.log(_spread() @ np.exp(of_zone - peak) + 1e-300))
 
 
 def _of_a_zone(of_median: Floats) -> Floats:
-    """ln density of a zone's hazard, given the type's median (ln density, not normalised)."""
+    """The log density of a zone's hazard, from that of the type's median (not normalised)."""
     weights = np.exp(of_median - of_median.max())
     return np.asarray(np.log(_spread() @ (weights / weights.sum()) + 1e-300))
 
 
 @cache
 def _spread() -> Floats:
-    """Density of a zone's ln hazard (column) around its type's median (row); symmetric."""
+    """The density of a zone's ln hazard (column) around its type's median (row); a symmetric matrix."""
     return np.exp(_normal(_GRID[:, None], _GRID[None, :], ZONE_SIGMA))
 
 
@@ -245,7 +242,7 @@ def _normal(x: Floats, mean: Floats | float, sigma: float) -> Floats:
 
 
 def _summary(log_density: Floats, source: str) -> Hazard:
-    """Returns the log-normal that has the same mean and variance of ln hazard, widened by DRIFT."""
+    """The log-normal with the same mean and variance of ln hazard, widened by DRIFT."""
     weights = np.exp(log_density - log_density.max())
     weights /= weights.sum()
     mean = float(weights @ _GRID)

@@ -1,8 +1,8 @@
-"""Computes what a run would have cost in the hours of an availability trace, beside the interval that the bill states.
+"""Computes what a run would have cost in the hours of an availability trace, to compare it with the bill's range.
 
 A replay begins the run at many hours of the trace. The run waits for the next stretch with capacity, keeps its node
-until the stretch ends, and pays by the rules of the simulation (`risk.account`); the trace replaces the random numbers.
-A run that reaches the end of the trace goes on at its beginning, so that long runs are included.
+until the stretch ends, and pays by the rules of the simulation (`simulation.account`); the trace replaces the random
+numbers. A run that reaches the end of the trace goes on at its beginning, so that long runs count too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpufleet.infra.risk.simulation import SEED, Exposure, NextNode, SimulatedRu
 from gpufleet.infra.text import hours, wrap
 from gpufleet.job.text import counted
 
-STARTS = 2_000  # hours of a trace at which a run is begun, evenly spread
+STARTS = 2_000  # evenly spread hours of a trace at which a run begins
 SHARES = (0.1, 0.5, 0.9)
 FIXED_HAZARD = 0.2  # interruptions per node-hour of the simple forecast that a bill's range should beat
 
@@ -35,9 +35,9 @@ class Score:
     p10_usd: float
     p50_usd: float
     p90_usd: float
-    contained: float  # share of replayed bills in p10-p90
-    contained_hours: float  # share of replayed runs whose hours by the wall, with waits, are in p10-p90
-    pinball_usd: float  # pinball loss, the mean over the three quantiles; less is better
+    contained: float  # share of replayed bills within p10 to p90
+    contained_hours: float  # share of replayed runs whose wall-clock hours, with waits, are within p10 to p90
+    pinball_usd: float  # mean pinball loss over the three quantiles; less is better
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,13 +49,13 @@ class Replayed:
     p50_usd: float
     p90_usd: float
     interruptions: float  # mean per run
-    windows: int  # number of runs begun
-    independent: float  # number of runs that fit into the trace one after another: the effective sample size
+    windows: int  # number of replayed runs
+    independent: float  # how many runs fit into the trace one after another: the effective sample size
     scores: tuple[Score, ...]  # the bill's own forecast first
 
 
 def run(exposure: Exposure, trace: Trace, *, starts: int = STARTS, seed: int = SEED) -> SimulatedRuns:
-    """Replays the run from `starts` evenly spread hours of the trace. Raises ValueError for a trace without a node."""
+    """Replays the run from `starts` evenly spread hours of the trace. Raises ValueError if the trace has no node."""
     if not trace.up_from_h.size:
         raise ValueError("a trace without availability")
     rng = np.random.default_rng(seed)
@@ -71,9 +71,9 @@ def run(exposure: Exposure, trace: Trace, *, starts: int = STARTS, seed: int = S
 
 def compare(exposure: Exposure, trace: Trace, *, gpus: int = 1, starts: int = STARTS) -> Replayed:
     """Replays the run and grades three forecasts: the exposure's own hazard, a fixed 0.2, and the prior for nodes with
-    `gpus` GPUs if that prior is another one. Limits do not apply, because a run that a limit stops is cheap but not
-    done; speed, price and set-up are those of the bill's lines. Raises GpufleetError for a trace shorter than the run:
-    every run would go through the same hours, so the result would say nothing.
+    `gpus` GPUs if it differs from these. Limits do not apply, because a run that a limit stops is cheap but not done.
+    Speed, price and set-up are those of the bill's lines. Raises GpufleetError if the trace is shorter than the run:
+    all runs would go through the same hours, so that the result would say nothing.
     """
     exposure = exposure.unlimited.interruptions_alone
     if trace.hours < exposure.uninterrupted_h:
@@ -99,7 +99,7 @@ def compare(exposure: Exposure, trace: Trace, *, gpus: int = 1, starts: int = ST
 
 
 def score(name: str, stated: Exposure, realised: SimulatedRuns) -> Score:
-    """The score of the simulated p10, p50 and p90 of `stated` on replayed runs."""
+    """The score, on replayed runs, of the simulated p10, p50 and p90 of `stated`."""
     outcome = simulate(stated)
     p10, p50, p90 = map(float, np.quantile(outcome.usd, SHARES))
     return Score(
@@ -114,15 +114,17 @@ def score(name: str, stated: Exposure, realised: SimulatedRuns) -> Score:
 
 
 def _share_inside(realised: Floats, stated: Floats) -> float:
-    """The share within p10 to p90. A value on the edge is inside: many runs have no interruption at all."""
+    """The share of values within p10 to p90. A value on the edge counts as inside, because many runs have no
+    interruption and so have the same value as the edge.
+    """
     low, high = np.quantile(stated, (SHARES[0], SHARES[-1]))
     edge = 1e-9 * max(1.0, float(high))
     return float(((realised >= low - edge) & (realised <= high + edge)).mean())
 
 
 def pinball(values: Floats, quantiles: Sequence[float]) -> float:
-    """Returns the mean pinball loss at SHARES. A value above the quantile costs its distance times the share, a value
-    below it its distance times 1 less the share.
+    """The mean pinball loss at SHARES. A value above the quantile costs its distance times the share; a value below it
+    costs its distance times (1 - share).
     """
     losses = []
     for share, quantile in zip(SHARES, quantiles, strict=True):
@@ -132,7 +134,7 @@ def pinball(values: Floats, quantiles: Sequence[float]) -> float:
 
 
 def _next(trace: Trace, at_h: Floats) -> tuple[Floats, Floats]:
-    """(hours that a node launched at `at_h` lives, hours after that until the next node can be had)."""
+    """(hours that a node lives if it is launched at `at_h`, hours after its end until the next node can be had)."""
     now = np.mod(at_h + _EDGE_H, trace.hours)
     index = np.searchsorted(trace.up_from_h, now, side="right") - 1
     ends = trace.up_to_h.copy()
@@ -144,7 +146,7 @@ def _next(trace: Trace, at_h: Floats) -> tuple[Floats, Floats]:
 
 
 def _up_from(trace: Trace, at_h: Floats) -> Floats:
-    """The first hour from `at_h` on in which a node can be had; hours go on counting past the trace's end."""
+    """The first hour from `at_h` on in which a node can be had. The count of hours goes on past the trace's end."""
     now = np.mod(at_h, trace.hours)
     index = np.searchsorted(trace.up_to_h, now, side="right")
     beyond = index == len(trace.up_to_h)
@@ -152,27 +154,27 @@ def _up_from(trace: Trace, at_h: Floats) -> Floats:
     return np.asarray(at_h + np.maximum(starts - now, 0.0))
 
 
-# A third of a millisecond: which side of an edge an hour lies on survives rounding. A life of exactly an hour falls
-# short of it by as much: the node was gone at that sample, so it was taken before.
+# A third of a millisecond, so that rounding does not move an hour to the other side of an edge. A life of exactly an
+# hour becomes shorter by this: since the node was gone at that sample, it ended before.
 _EDGE_H = 1e-7
 
 
-HELD = 0.75  # a range holds when at least this share of replayed bills is inside its p10-p90; the share should be 0.8
+HELD = 0.75  # a range holds if at least this share of replayed bills is within p10 to p90; the share should be 0.8
 WIDE = 0.9
 
 
 def interval_held(replays: Sequence[Replayed]) -> bool:
-    """Whether the bill's ranges of dollars and of hours by the wall held."""
+    """Whether the bill's ranges of dollars and of wall-clock hours held."""
     return min(contained(replays), contained_hours(replays)) >= HELD
 
 
 def contained(replays: Sequence[Replayed]) -> float:
-    """The share of replayed bills inside the bill's range, each trace with equal weight."""
+    """The share of replayed bills inside the bill's range; each trace has the same weight."""
     return sum(replay.scores[0].contained for replay in replays) / len(replays)
 
 
 def contained_hours(replays: Sequence[Replayed]) -> float:
-    """The share of replayed bills whose hours by the wall lay inside the bill's range of hours."""
+    """The share of replayed runs whose wall-clock hours lie inside the bill's range of hours."""
     return sum(replay.scores[0].contained_hours for replay in replays) / len(replays)
 
 
@@ -287,7 +289,7 @@ def record(name: str, type_: str, exposure: Exposure, replays: Sequence[Replayed
 
 
 def _learned(replays: Sequence[Replayed]) -> list[hazard.Hazard]:
-    """The hazard of each trace's zone, learnt from all traces; a trace without a zone counts as a zone of its own."""
+    """The hazard of each trace's zone, learned from all traces. A trace without a zone counts as a zone of its own."""
     seen = [replay.trace.observation() for replay in replays]
     named = [observation._replace(zone=observation.zone or observation.source) for observation in seen]
     learned = hazard.learn(named)
@@ -295,7 +297,7 @@ def _learned(replays: Sequence[Replayed]) -> list[hazard.Hazard]:
 
 
 def _likely(share: float, runs: float) -> tuple[float, float]:
-    """The interval in which the true share lies, when `share` was seen in `runs` runs: Wilson's at 80 %."""
+    """The range in which the true share likely lies, if `share` was seen in `runs` runs: Wilson's interval at 80 %."""
     z = 1.2816
     centre, spread = share + z * z / (2 * runs), z * math.sqrt(share * (1 - share) / runs + (z / (2 * runs)) ** 2)
     whole = 1 + z * z / runs

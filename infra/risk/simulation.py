@@ -1,23 +1,23 @@
-"""Interruptions: a seeded, vectorised simulation of one run on spot capacity, thousands of times.
+"""Simulates one run on spot capacity with its interruptions, thousands of times, seeded and vectorised.
 
-A run is attempts. Each attempt is billed from launch: set-up, then work, until the work is done, the node is
-interrupted (exponential life with the node's hazard), or a limit of the definition stops it. Then comes a wait for
-capacity, log-normal and not billed, and a replacement that pays its restart. What an interruption costs:
+A run consists of attempts. Each attempt is billed from launch: set-up, then work, until the work is done, the node is
+interrupted (its life is exponential with the node's hazard), or a limit of the definition stops it. Then comes a wait
+for capacity, which is log-normal and not billed, and a replacement, whose restart is billed. An interruption costs:
 
-- in the node's first hour nothing for compute (AWS does not charge an interrupted first hour; disk and address go on);
-- with the notice handled, the 120 s of the notice: everything before it is saved;
-- where save and upload do not fit into the notice, its 120 s and up to one checkpoint interval of work before them;
-- with the notice missed, up to one checkpoint interval of work.
+- in the node's first hour, no compute (AWS does not charge an interrupted first hour, but charges disk and address);
+- if the notice is handled, the 120 s of the notice, because everything before is saved;
+- if save and upload do not fit into the notice, its 120 s and up to one checkpoint interval of work before;
+- if the notice is missed, up to one checkpoint interval of work.
 
-The hazard is itself uncertain: drawn once per simulated run, unless a figure is given (infra/risk/hazard.py). Speed,
-price and set-up are uncertain too, each a factor with the median 1 (infra/risk/unknown.py). The limits stop a run as
-the job's meter does, on hours times rates, without crediting free hours. Several nodes are one run. The run is
-interrupted when any of its nodes is. Half of the time only the node that AWS took has its first hour free, otherwise
-all nodes have.
+The hazard itself is uncertain: unless a figure is given, it is drawn for each simulated run (infra/risk/hazard.py).
+Speed, price and set-up are uncertain too: each is a factor with median 1 (infra/risk/unknown.py). The limits stop a run
+as the job's meter does, which counts hours times rates and no free hours. Several nodes are one run, which is
+interrupted if any of its nodes is. In half of these cases only the lost node has its first hour free; in the other half
+AWS takes all nodes, and all have.
 
-Random numbers belong to (run, attempt), not to the order of evaluation, so two variants of a run see the same luck and
-their difference is not noise. The same seed gives the same figures, whether runs are simulated one by one or many at
-once.
+Random numbers belong to (run, attempt), not to the order of evaluation, so that two variants of a run have the same
+luck and their difference is not noise. The same seed gives the same figures, whether runs are simulated one by one or
+many at once.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from gpufleet.infra.risk.hazard import (
 from gpufleet.infra.risk.unknown import KNOWN, NOTHING, Draws, Factors, Unknown
 from gpufleet.job.contract.aws import FREE_S, MINIMUM_S
 
-NOTICE_MISSED = 0.05  # assumption
+NOTICE_MISSED = 0.05  # an assumption
 NOTICE_H = 120 / 3600
 FREE_H, MINIMUM_H = FREE_S / 3600, MINIMUM_S / 3600
 
 RUNS = 10_000
 SEED = 7
 _EDGE_H = 1e-9
-_CHUNK = 50_000  # runs simulated together: as many as fit the processor's cache
-_TOGETHER = 4_096  # count of random numbers of a kind that are drawn at once for late attempts
+_CHUNK = 50_000  # runs that are simulated together, because they fit into the processor's cache
+_TOGETHER = 4_096  # random numbers of one kind that are drawn at once for late attempts
 MAX_ATTEMPTS = 200
-_NOWHERE = 1e4  # a run that needs more than this many times its finished work never ends
+_NOWHERE = 1e4  # a run that would need more than this many times its finished work counts as never ending
 
 Flags = NDArray[np.bool_]
 Hours = TypeVar("Hours", float, Floats)
@@ -64,45 +64,45 @@ Hours = TypeVar("Hours", float, Floats)
 class NextNode:
     """The fate of the next node of each run that needs one."""
 
-    life_h: Floats  # hours from launch until AWS takes the node; inf: never
-    wait_h: Floats  # hours of waiting for capacity after that
-    missed: Floats  # uniform; the notice is missed where this number is below Exposure.notice_missed
+    life_h: Floats  # hours from launch until AWS interrupts the node; inf for never
+    wait_h: Floats  # hours of waiting for capacity afterwards
+    missed: Floats  # uniform; the notice is missed if this number is below Exposure.notice_missed
     lost: Floats  # uniform; the share of a checkpoint interval that is then lost
 
 
-# (runs that need a node, which attempt it is, hours by the wall since the run was begun) -> their nodes
+# (runs that need a node, number of the attempt, wall-clock hours since the run began) -> their nodes
 Fate = Callable[[Indices, int, Floats], NextNode]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedEnd:
-    """The owner ends the run at the hour `by_h` by the wall, less `work_h` times the share of the run's work that is
-    not done. If the work takes longer than the bill says, `work_h` grows in proportion.
+    """The owner ends the run at the wall-clock hour `by_h`, minus `work_h` times the share of the work that is not
+    done. If the work takes longer than the bill says, `work_h` grows in proportion.
     """
 
     by_h: float
     work_h: float
 
     def at_h(self, left_share: Floats) -> Floats:
-        """The hour of the end, for runs with `left_share` of their work to do."""
+        """The hour of the end, for runs of which `left_share` is the share of work not done."""
         return self.by_h - self.work_h * left_share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exposure:
-    """What one run puts at risk. Hours and USD, plain floats: exact money belongs to the bill's lines."""
+    """What the simulation needs to know about a run. Hours and USD are floats; exact money is in the bill's lines."""
 
     setup_h: float
     restart_h: float
     phase_ends_h: tuple[float, ...]  # hours of work from the first step to each phase's end
-    saves_fit: tuple[bool, ...]  # for each phase, whether save and upload are done within the notice
+    saves_fit: tuple[bool, ...]  # for each phase, whether save and upload can be done within the notice
     interval_h: float  # hours between timed checkpoints
     compute_usd_h: float  # USD per hour of compute of all nodes
     extras_usd_h: float  # USD per hour of disks and addresses, which are never free
     fixed_usd: float
-    hazard: Hazard | float | None  # per node-hour: a distribution to draw from, an exact figure, or None for the prior
+    hazard: Hazard | float | None  # per node-hour: a distribution, an exact figure, or None for the prior
     nodes: int = 1
-    wait_h: float = ZONES_WAIT_H  # hours of waiting for capacity: the median of a log-normal
+    wait_h: float = ZONES_WAIT_H  # hours of waiting for capacity, the median of a log-normal
     wait_sigma: float = ZONES_WAIT_SIGMA  # the standard deviation of the wait's logarithm
     gather_h: float = math.inf  # hours that several nodes wait for missing nodes before they end (risk/gathering.py)
     notice_missed: float = NOTICE_MISSED
@@ -111,7 +111,7 @@ class Exposure:
     max_hours: float | None = None
     reserve_h: float = 0.0  # hours before a limit at which the job begins to stop, to save, upload and export
     leave: PlannedEnd | None = None  # the time at which the owner ends the run, with everything saved
-    idle_h: float = 0.0  # hours that the node is held idle at the end; work that takes longer shortens these hours
+    idle_h: float = 0.0  # hours that the node is kept idle at the end; if work takes longer, they become fewer
     unknown: Unknown = NOTHING
 
     @property
@@ -122,9 +122,9 @@ class Exposure:
         return Hazard() if self.hazard is None else Hazard.fixed(self.hazard)
 
     def first_wait_h(self, hazard: Floats, normals: Floats, there: Floats, since: Floats) -> Floats:
-        """Hours of waiting for the first node, from a normal and two uniform numbers for each run. A run may begin at
-        any hour. Mostly capacity is there; otherwise the run begins in the middle of a wait, more likely of a long
-        wait.
+        """Hours of waiting for the first node, from a normal and two uniform numbers for each run. Since a run may
+        begin at any hour, AWS usually has capacity; otherwise the run begins in the middle of a wait, more likely of a
+        long one.
         """
         variance = self.wait_sigma**2
         mean_h = self.wait_h * math.exp(variance / 2)
@@ -133,17 +133,17 @@ class Exposure:
 
     @property
     def setup_share(self) -> float:
-        """The share of an undisturbed run's hours that its set-up takes."""
+        """The share of set-up in the hours of an uninterrupted run."""
         return self.setup_h / (self.setup_h + self.phase_ends_h[-1])
 
     @property
     def is_drawn(self) -> bool:
-        """Whether anything is random, so that two simulated runs can differ."""
+        """Whether two simulated runs can differ, because something is random."""
         return bool(self.chance.median) or self.unknown.is_drawn
 
     @property
     def unlimited(self) -> Exposure:
-        """This run without limits: a run that a limit stops is cheap but not done."""
+        """This run without limits, since a run that a limit stops is cheap but not done."""
         return replace(self, max_usd=None, max_hours=None)
 
     @property
@@ -165,17 +165,17 @@ class Exposure:
         return self.compute_usd_h + self.extras_usd_h
 
     def metered(self, hours: Hours) -> Hours:
-        """USD of `hours` node-hours as the job's meter counts, which does not credit interrupted first hours."""
+        """USD of `hours` node-hours as the job's meter counts them: interrupted first hours are not free."""
         return self.fixed_usd + hours * self.usd_h
 
     def hours_at_cap(self) -> tuple[float, float]:
-        """Node-hours at which (max_usd, max_hours) stop the run; inf without that limit."""
+        """Node-hours at which (max_usd, max_hours) stop the run; inf if there is no such limit."""
         by_money = self.hours_paid(1.0)
         by_hours = np.inf if self.max_hours is None else self.max_hours
         return max(0.0, by_money - self.reserve_h), max(0.0, by_hours - self.reserve_h)
 
     def hours_paid(self, price: Hours) -> Hours:
-        """Node-hours that max_usd pays for when a node costs `price` times the bill's price; inf without max_usd."""
+        """Node-hours that max_usd pays for if a node costs `price` times the bill's price; inf if it is not set."""
         rate = price * self.compute_usd_h + self.extras_usd_h
         if self.max_usd is None or not self.usd_h:
             return rate * 0 + np.inf
@@ -187,18 +187,18 @@ class SimulatedRuns:
     """One value per simulated run."""
 
     usd: Floats
-    metered_usd: Floats  # USD as the job's meter counts them, with interrupted first hours
-    hours: Floats  # node-hours as `limits.max_hours` counts them, with free first hours
-    wall_hours: Floats  # hours by the wall, with the waits for capacity
+    metered_usd: Floats  # USD as the job's meter counts, which includes interrupted first hours
+    hours: Floats  # node-hours as `limits.max_hours` counts, which includes free first hours
+    wall_hours: Floats  # wall-clock hours, with the waits for capacity
     idle_hours: Floats  # hours that each of several nodes is billed while it waits for the others
     interruptions: NDArray[np.int64]
     stopped: Flags  # whether a limit or the owner ended the run before its work was done
     work_h: Floats  # hours that the work takes
-    done_h: Floats  # hours of work that are kept; only valid for runs that finished or that their owner ended
+    done_h: Floats  # hours of work that are kept; only valid if the run finished or its owner ended it
 
 
 def quantiles(values: Floats) -> tuple[float, float, float, float]:
-    """p10, p50, p90, mean. As np.quantile interpolates, which imports numpy.ma: 15 ms of a cold start."""
+    """p10, p50, p90, mean. Interpolates like np.quantile, which imports numpy.ma and so costs 15 ms of a cold start."""
     last, mean = len(values) - 1, float(values.mean())
     if not last:
         return mean, mean, mean, mean
@@ -209,7 +209,7 @@ def quantiles(values: Floats) -> tuple[float, float, float, float]:
 
 
 def simulate(exposure: Exposure, *, runs: int = RUNS, seed: int = SEED, attempts: int = MAX_ATTEMPTS) -> SimulatedRuns:
-    """`runs` independent runs. A run that is not done after `attempts` nodes is extrapolated."""
+    """Simulates `runs` independent runs. A run that is not done after `attempts` nodes is extrapolated."""
     return simulate_each([exposure], runs=runs, seed=seed, attempts=attempts)[0]
 
 
@@ -221,15 +221,15 @@ def simulate_each(
     attempts: int = MAX_ATTEMPTS,
     unfinished: float = 1.0,
 ) -> list[SimulatedRuns]:
-    """The result of `simulate` for each exposure, computed together. While more than the share `unfinished` of the runs
-    is not done after `attempts` nodes, these runs get more nodes, up to MAX_ATTEMPTS. Raises ValueError when one of
-    several exposures has a planned end.
+    """The result of `simulate` for each exposure, computed together. If more than the share `unfinished` of the runs is
+    not done after `attempts` nodes, these runs get more nodes, up to MAX_ATTEMPTS. Raises ValueError if one of several
+    exposures has a planned end.
     """
     if len(exposures) > 1 and any(exposure.leave for exposure in exposures):
         raise ValueError("simulate a run with a planned end by itself")
     sizes = [min(_CHUNK, runs - start) for start in range(0, runs, _CHUNK)]
     together = max(1, _CHUNK // max(1, runs))
-    # What only some need, several nodes or any interruption, is computed for all that are simulated together.
+    # Exposures that need the same computations (for several nodes, for interruptions) are simulated together.
     alike: dict[tuple[bool, bool], list[Exposure]] = {}
     for exposure in dict.fromkeys(exposures):
         alike.setdefault((exposure.nodes > 1, bool(exposure.chance.median)), []).append(exposure)
@@ -245,8 +245,8 @@ def simulate_each(
 
 
 def simulate_together(exposures: Sequence[Exposure], *, runs: int) -> list[SimulatedRuns]:
-    """Runs that are begun in the same days. In each simulated case, speed, set-up and prices are as far off in all of
-    them that use the same GPUs and offers, and each has interruptions of its own.
+    """Simulates runs that begin in the same days. In each simulated case, runs on the same GPUs and offers share speed,
+    set-up and prices, but each has its own interruptions.
     """
     shared, simulated = Draws(runs, np.random.SeedSequence(SEED)), []
     for at, exposure in enumerate(exposures):
@@ -257,8 +257,8 @@ def simulate_together(exposures: Sequence[Exposure], *, runs: int) -> list[Simul
 
 
 def within_limits(exposure: Exposure, free: SimulatedRuns, *, seed: int = SEED) -> SimulatedRuns:
-    """The result of `simulate(exposure)`, from the result `free` of `simulate(exposure.unlimited)`. Only runs that come
-    near a limit are simulated again.
+    """The result of `simulate(exposure)`, from `free`, that of `simulate(exposure.unlimited)`. Only runs that come near
+    a limit are simulated again.
     """
     rate = (free.metered_usd - exposure.fixed_usd) / free.hours
     paid_h = np.inf if exposure.max_usd is None else (exposure.max_usd - exposure.fixed_usd) / np.maximum(rate, _EDGE_H)
@@ -286,8 +286,8 @@ def _joined(parts: Sequence[SimulatedRuns]) -> SimulatedRuns:
 def _chunk(
     exposures: Sequence[Exposure], luck: Luck, attempts: int, only: Indices | None = None, unfinished: float = 1.0
 ) -> list[SimulatedRuns]:
-    """Runs of all exposures, one exposure after the other. The first runs of all exposures have the same luck, and so
-    do the second, and so on. With `only`, only these runs are simulated, and the figures of others mean nothing.
+    """Simulates runs of all exposures. The first runs of all exposures have the same luck, and so have the second runs,
+    and so on. If `only` is given, only these runs are simulated, and the figures of others mean nothing.
     """
     runs = luck.runs
     factors = luck.unknown.factors([exposure.unknown for exposure in exposures])
@@ -306,13 +306,13 @@ def _chunk(
         wait_h=_of_each(exposures, runs, lambda exposure: exposure.wait_h),
         wait_sigma=_of_each(exposures, runs, lambda exposure: exposure.wait_sigma),
     )
-    with np.errstate(divide="ignore"):  # a life without hazard; the context is entered once, not for each node
+    with np.errstate(divide="ignore"):  # a hazard may be 0; entered once, because entering it for each node is slow
         return _account(exposures, runs, first_wait_h, next_node, attempts, factors, only, unfinished)
 
 
 class _Nodes:
-    """The nodes of simulated runs, with random numbers from `luck`. Few runs reach late attempts, so the numbers of
-    several late attempts are drawn together: a call of numpy would cost more than its numbers.
+    """The nodes of simulated runs, with random numbers from `luck`. Few runs reach late attempts, so the numbers for
+    several late attempts are drawn in one call of numpy.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ class _Nodes:
     ) -> None:
         self._luck, self._hazard, self._unevenness = luck, hazard, unevenness
         self._is_uneven, self._wait_h, self._wait_sigma = bool(np.any(unevenness)), wait_h, wait_sigma
-        # the attempt and the runs for which numbers were drawn ahead
+        # the attempt and the runs for which numbers were already drawn
         self._ahead: tuple[int, Indices, NextNode] | None = None
 
     def __call__(self, active: Indices, attempt: int, wall_h: Floats) -> NextNode:
@@ -354,7 +354,7 @@ class _Nodes:
 
 
 def account(exposure: Exposure, first_wait_h: Floats, fate: Fate, attempts: int = MAX_ATTEMPTS) -> SimulatedRuns:
-    """What runs cost whose first wait is `first_wait_h` (one value per run) and whose nodes have the fate `fate`."""
+    """The costs of runs with the first waits `first_wait_h`, whose nodes `fate` determines."""
     return _account([exposure], len(first_wait_h), first_wait_h, fate, attempts)[0]
 
 
@@ -386,7 +386,8 @@ def _account(
         paid_h = np.concatenate([e.hours_paid(price[i * runs : (i + 1) * runs]) for i, e in enumerate(exposures)])
     allowed_h = np.minimum(paid_h, per_exposure(lambda e: np.inf if e.max_hours is None else e.max_hours))
     cap_h = np.maximum(allowed_h - reserve_h, 0.0)
-    # With several nodes: the first hours of nodes that AWS leaves are not free, and these nodes wait, billed.
+    # If only one of several nodes is lost, the first hours of the others are not free, and they are billed while they
+    # wait.
     free_h, stay = per_exposure(lambda e: e.free_h), per_exposure(lambda e: left_share(e.nodes))
     interval_h, notice_missed = per_exposure(lambda e: e.interval_h), per_exposure(lambda e: e.notice_missed)
     setup_h, restart_h = (per_exposure(get) * factors.setup for get in (lambda e: e.setup_h, lambda e: e.restart_h))
@@ -397,7 +398,7 @@ def _account(
     ]
     fits = [per_exposure(lambda e, i=i: e.saves_fit[min(i, len(e.saves_fit) - 1)]) for i in phases]  # type: ignore[misc]
 
-    done = np.zeros(count)  # hours of work that survive
+    done = np.zeros(count)  # hours of work that are kept
     hours, billed, wall = np.zeros(count), np.zeros(count), np.zeros(count)
     interruptions = np.zeros(count, dtype=np.int64)
     stopped = np.zeros(count, dtype=bool)
@@ -448,7 +449,7 @@ def _account(
             if fits[index] is not fits[index - 1]:
                 fit = np.where(done_h + kept_h >= _select(begins_h[index], active), _select(fits[index], active), fit)
         (torn,) = np.nonzero(missed | np.logical_not(fit))
-        if torn.size:  # a node that misses the notice works to its end
+        if torn.size:  # a node that misses its notice works until its end
             whole = np.where(missed[torn], trained[torn], kept_h[torn])
             kept_h[torn] = np.maximum(whole - node.lost[torn] * _select(interval_h, active[torn]), 0.0)
         done_h = done_h + np.where(interrupted, kept_h, trained)
@@ -466,7 +467,7 @@ def _account(
         active = active[interrupted]
         interruptions[active] = attempt + 1
 
-    if active.size:  # the same again, to the end of the work or to the limit
+    if active.size:  # extrapolated to the end of the work or to the limit
         work, cap = _select(work_h, active), _select(cap_h, active)
         grow = work / np.maximum(done[active], work / _NOWHERE)
         at_limit = hours[active] * grow > cap
@@ -475,7 +476,7 @@ def _account(
         interruptions[active] = (interruptions[active] * grow).astype(np.int64)
         done[active] = np.where(at_limit, done[active], work)
         stopped[active] |= at_limit
-    # The charges that do not depend on hours are those of the whole run; a low limit may end it before they are spent.
+    # The charges that do not depend on hours are those of a whole run; a low limit may end it before they are spent.
     fixed_usd = per_exposure(lambda e: e.fixed_usd if e.max_usd is None else min(e.fixed_usd, e.max_usd))
     compute_usd_h, extras_usd_h = (
         per_exposure(lambda e: e.compute_usd_h) * price,
@@ -500,7 +501,7 @@ def _account(
 
 
 def _of_each(exposures: Sequence[Exposure], runs: int, get: Callable[[Exposure], float]) -> Floats | float:
-    """One value per run, or one for all where the exposures agree."""
+    """One value per run, or a single one if the exposures agree."""
     values = [get(exposure) for exposure in exposures]
     return values[0] if values.count(values[0]) == len(values) else np.repeat(np.asarray(values, dtype=float), runs)
 
@@ -510,7 +511,7 @@ def _select(values: Floats | float, active: Indices) -> Floats | float:
 
 
 def _patient(exposure: Exposure | None, wait_h: Floats, wall: Floats, done: Floats, work_h: Floats | float) -> Floats:
-    """The wait for capacity, cut off at the hour at which the owner ends the run."""
+    """The wait for capacity, cut off when the owner ends the run."""
     if exposure is None or exposure.leave is None:
         return wait_h
     return np.clip(exposure.leave.at_h((work_h - done) / exposure.phase_ends_h[-1]) - wall, 0.0, wait_h)
@@ -519,7 +520,7 @@ def _patient(exposure: Exposure | None, wait_h: Floats, wall: Floats, done: Floa
 def _hours_left(
     exposure: Exposure | None, wall: Floats, done: Floats, start_h: Floats | float, work_h: Floats | float
 ) -> Floats | float:
-    """Hours until the owner ends the run, for a node launched now. The remaining work shrinks meanwhile."""
+    """Hours until the owner ends the run, for a node launched now, which works meanwhile."""
     if exposure is None or exposure.leave is None:
         return math.inf
     left_h = exposure.leave.at_h((work_h - done) / exposure.phase_ends_h[-1]) - wall
@@ -529,13 +530,13 @@ def _hours_left(
     return np.where(left_h > start_h, working, left_h)
 
 
-ATTEMPTS_IN_STEP = 8  # attempts for which all runs draw, finished or not
+ATTEMPTS_IN_STEP = 8  # attempts for which all runs draw numbers, even finished ones
 _WEYL, _MIX_1, _MIX_2 = (np.uint64(factor) for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLuck:
-    """The random numbers of the next nodes of some runs."""
+    """The random numbers for the next nodes of some runs."""
 
     life: Floats  # exponential
     wait: Floats  # normal
@@ -545,10 +546,11 @@ class NodeLuck:
 
 
 class Luck:
-    """Random numbers of `runs` runs, drawn once for whatever is simulated with them.
+    """Random numbers for `runs` runs, drawn once for everything that is simulated with them.
 
-    For the first attempts all runs draw at once, finished or not. For later attempts, which few runs reach, a number is
-    computed from (run, attempt) alone: SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), and Box-Muller for normal ones.
+    For the first attempts, numbers for all runs are drawn at once, even for finished ones. For later attempts, which
+    few runs reach, a number is computed from (run, attempt) alone: by SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), and
+    for normal numbers by Box-Muller.
     """
 
     def __init__(self, runs: int, seed: np.random.SeedSequence) -> None:
@@ -556,15 +558,13 @@ class Luck:
         self._rng = rng = np.random.default_rng(seed)
         self.hazard, self.wait = rng.standard_normal(runs), rng.standard_normal(runs)
         self.there, self.since = rng.random((2, runs))
-        # A generator of its own, so that the other numbers stay the same for an even hazard.
+        # a separate generator, so that the other numbers do not depend on whether nodes differ in hazard
         self._uneven, late = rng.spawn(2)
         self._late = late.integers(2**63, dtype=np.uint64)
         self._in_step: list[NodeLuck] = []
 
     def draw(self, active: Indices, attempt: int) -> NodeLuck:
-        """The numbers of the runs `active`, which counts through the runs of several exposures, for one of the first
-        ATTEMPTS_IN_STEP attempts.
-        """
+        """The numbers of the runs `active` (numbered through all exposures) for an attempt below ATTEMPTS_IN_STEP."""
         run = active if active[-1] < self.runs else active % self.runs
         while len(self._in_step) <= attempt:
             self._in_step.append(self._draw_in_step())
@@ -579,7 +579,7 @@ class Luck:
         return NodeLuck(life, wait, self._uneven.standard_normal(self.runs), missed, lost)
 
     def draw_late(self, active: Indices, attempts: range) -> NodeLuck:
-        """The numbers of these runs for later attempts: a row for each attempt."""
+        """The numbers of these runs for later attempts; each row is an attempt."""
         run = active if active[-1] < self.runs else active % self.runs
         if run is active:
             return NodeLuck(*self._late_numbers(run, attempts))
@@ -594,7 +594,7 @@ class Luck:
         mixed = (np.arange(5)[:, None, None] + 5 * of_run).astype(np.uint64)
         mixed *= _WEYL
         mixed += self._late
-        for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, np.uint64(1))):  # in place, which takes half the time
+        for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, np.uint64(1))):  # in place: takes half the time
             mixed ^= mixed >> np.uint64(shift)
             mixed *= factor
         life, far, turn, missed, lost = (mixed >> np.uint64(11)) * 2.0**-53
@@ -603,7 +603,7 @@ class Luck:
 
 
 def _luck(seed: int, part: int, runs: int) -> Luck:
-    """The luck of the `part`-th group of runs simulated together; cached when it has as many runs as a bill."""
+    """The luck of the `part`-th group of runs simulated together; cached if it has as many runs as a bill."""
     return _kept_luck(seed, part, runs) if runs <= RUNS else _new_luck(seed, part, runs)
 
 

@@ -1,11 +1,12 @@
 """What is uncertain before a run begins, besides interruptions: the run's speed, the spot price, and how long a node
-takes to the first step.
+takes until the first step.
 
-The widths of all three are defined here. Each of the three is a log-normal factor, drawn once per run, with the bill's
-line as its median, so that it widens the range and moves no line. The range, the chance of a limit or a deadline,
-`diff`'s bound, `compare`, the cheaper options and the receipts' grade all come from simulated runs with these factors.
+This module defines how uncertain each of the three is. Each is a log-normal factor that is drawn once per run. Its
+median is the bill's line, so that it widens the range but moves no line. Simulated runs with these factors give the
+range, the chance of a limit or a deadline, the bound of `diff`, `compare`, the cheaper options and the grade of
+receipts.
 
-hazard.py has how often nodes are interrupted and how long the waits are, with the data of the fit.
+hazard.py defines how often nodes are interrupted and how long waits are, with the data behind it.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ import numpy as np
 
 from gpufleet.infra.risk.hazard import Floats
 
-# Sigma of ln(actual/priced hours of work) after a measurement of this job on this GPU: bench/results/gpu.md has five
-# steps of an H100 twice, days and programs apart; they differ by 0.06 root mean square.
+# Sigma of ln(actual / priced hours of work) after a measurement of this job on this GPU. bench/results/gpu.md has the
+# times of five steps on an H100, measured twice, on different days and by different programs: they differ by 0.06 rms.
 MEASURED = 0.06
-STATED = 0.25  # if the definition says how long a step takes: assumption, until there are receipts
-PAGE = 0.45  # if a web page says it: two of five published pairs of figures lay within a quarter of each other
-# For each doubling of the number of GPUs for which a step time is stated. Doubling the GPUs lost 8 to 10 % of the speed
-# on two nodes of 8 H100s (NVIDIA NeMo AutoModel, 2026-06), 15 % from one A100 to two, and 2 % from two to four
-# (vectorlm, 2024-05).
+STATED = 0.25  # if the definition says how long a step takes; an assumption, until there are receipts
+PAGE = 0.45  # if a web page says it: two of five published pairs of figures were within a quarter of each other
+# Sigma for each doubling from the number of GPUs for which a step time is stated. Doubling the GPUs lost 8 to 10 % of
+# the speed on two nodes of 8 H100s (NVIDIA NeMo AutoModel, 2026-06), 15 % from one A100 to two, and 2 % from two to
+# four (vectorlm, 2024-05).
 PER_DOUBLING = 0.1
-SETUP = 0.3  # sigma of ln set-up time, if that is assumed by family; itself an assumption
-SETUP_MEASURED = 0.1  # if a receipt's nodes were timed: assumption
-# Sigma of ln spot price: it grows as the root of the price's age. Nine zones of p3 spot over 45 days in 2023: 0.015
-# after a day, 0.046 after 7, 0.070 after 30, 0.098 after 44 (github.com/andylizf/skynomad-artifact, read 2026-11).
+SETUP = 0.3  # sigma of ln set-up time if the time is assumed by family; itself an assumption
+SETUP_MEASURED = 0.1  # the same sigma if a receipt's nodes were timed; an assumption
+# Sigma of ln spot price, which grows as the root of the price's age. In nine zones of p3 spot over 45 days of 2023 it
+# was 0.015 after a day, 0.046 after 7, 0.070 after 30, 0.098 after 44 (github.com/andylizf/skynomad-artifact, read
+# 2026-11).
 PRICE_AT_7_DAYS, MOST_PRICE = 0.05, 0.25
 P90 = NormalDist().inv_cdf(0.9)  # p10 and p90 of a normal distribution lie this many sigmas from its middle
 
@@ -42,17 +44,17 @@ P90 = NormalDist().inv_cdf(0.9)  # p10 and p90 of a normal distribution lie this
 class Unknown:
     """Sigmas of the logarithms. By default everything is known."""
 
-    faster: float = 0.0  # sigma of the hours of work, where they are below the median
-    slower: float = 0.0  # sigma of the hours of work, where they are above the median
-    shared: float = 0.0  # the part of `faster` and `slower` that one job has on every GPU alike
-    device: str = ""  # the GPU whose draw the rest of the hours' factor uses: options on the same GPUs share the draw
+    faster: float = 0.0  # sigma of the hours of work below the median
+    slower: float = 0.0  # sigma of the hours of work above the median
+    shared: float = 0.0  # the part of `faster` and `slower` that is the same for a job on every GPU
+    device: str = ""  # the GPU that gives the rest of this factor its draw: options on the same GPU share it
     price: float = 0.0  # sigma of the node's price
     offer: str = ""  # the offer whose draw the price uses
     setup: float = 0.0  # sigma of set-up and restart
 
     @property
     def is_drawn(self) -> bool:
-        """Whether these widths can make two simulated runs differ."""
+        """Whether two simulated runs can differ by these sigmas."""
         return bool(self.faster or self.slower or self.price or self.setup)
 
 
@@ -60,7 +62,7 @@ NOTHING = Unknown()
 
 
 def spot_price(age_days: int) -> float:
-    """Sigma of ln spot price, for a price of this age."""
+    """The sigma of ln spot price, for a price of this age."""
     return min(MOST_PRICE, PRICE_AT_7_DAYS * math.sqrt(max(age_days, 0) / 7))
 
 
@@ -71,7 +73,7 @@ def span(sigma: float) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Factors:
-    """The factors of each simulated run; a number if it is 1 for all."""
+    """The factors of each simulated run; a plain 1 if a factor is 1 for all."""
 
     work: Floats | float
     price: Floats | float
@@ -82,8 +84,8 @@ KNOWN = Factors(work=1.0, price=1.0, setup=1.0)
 
 
 class Draws:
-    """The random draws of `runs` runs. A draw belongs to a run and a subject: two options on one GPU have the same
-    speed, and a draw is the same whatever else is drawn.
+    """The random draws of `runs` runs. A draw belongs to a run and a subject, so that two options on one GPU have the
+    same speed. It does not depend on what else is drawn.
     """
 
     def __init__(self, runs: int, seed: np.random.SeedSequence) -> None:
@@ -107,7 +109,7 @@ class Draws:
         return np.exp(sigma * self._normals(of)) if sigma else None
 
     def _work(self, one: Unknown) -> Floats | None:
-        """Factors of the hours of work. One draw is for what a job shares on all GPUs, another for this GPU."""
+        """The factors of the hours of work: one draw for what a job shares on all GPUs, and another for this GPU."""
         widest = max(one.faster, one.slower)
         if not widest:
             return None
@@ -115,7 +117,7 @@ class Draws:
         return np.asarray(np.exp(luck * np.where(luck < 0, one.faster, one.slower)))
 
     def _normals(self, of: str, shared: float = 0.0) -> Floats:
-        """The quantiles of a standard normal, in a random order, another one for each `of`: p50 is the median with any
+        """The quantiles of a standard normal, in a random order that depends on `of`. So p50 is the median with any
         number of runs.
         """
         if (of, shared) not in self._kept:

@@ -16,10 +16,10 @@ class Column(NamedTuple):
     """One column: a figure of a row's object, or a key for programs."""
 
     key: str  # the column's name for programs, by which a table selects it
-    head: str | None = None  # the heading for people; None: the key
-    unit: str = ""  # for a number, which is right-aligned; empty: text
+    head: str | None = None  # the heading for people; None for the key
+    unit: str = ""  # the unit of a number, which is right-aligned; empty for text
     digits: int | Callable[[Any], str] = str  # decimals, or a function that formats the value for people
-    of: Callable[[Any], Any] | None = None  # its value for an object, None if not known; None: the attribute `key`
+    of: Callable[[Any], Any] | None = None  # gives the value for an object, or None; by default the attribute `key`
     places: int = 4  # decimals of a float for programs
 
     def value(self, thing: Any) -> Any:
@@ -35,17 +35,17 @@ class Column(NamedTuple):
 
 @dataclass(slots=True)
 class Sheet:
-    """A table: its columns, and the texts of its rows."""
+    """A table: its columns and the texts of its rows."""
 
     columns: Sequence[Column]
     rows: list[tuple[str, ...]]
-    spare: Sequence[str] = ()  # keys of columns that a narrow terminal omits, the first ones first
+    spare: Sequence[str] = ()  # keys of columns that a narrow terminal leaves out, in this order
 
     @classmethod
     def build(
         cls, columns: Sequence[Column], things: Iterable[Any], *more: tuple[str, ...], spare: Sequence[str] = ()
     ) -> Sheet:
-        """A row for each object, followed by `more`."""
+        """A sheet with a row for each object, followed by the rows `more`."""
         return cls(columns, [*(tuple(column.text(thing) for column in columns) for thing in things), *more], spare)
 
     @property
@@ -54,7 +54,7 @@ class Sheet:
 
     @property
     def right(self) -> list[int]:
-        """The right-aligned columns."""
+        """The numbers of the right-aligned columns."""
         return [at for at, column in enumerate(self.columns) if column.unit]
 
     def text(self) -> Iterator[str]:
@@ -63,7 +63,7 @@ class Sheet:
         return text.table(self.heads, self.rows, right=self.right, spare=[keys.index(key) for key in self.spare])
 
     def markdown(self) -> Iterator[str]:
-        """The table's lines in Markdown. The cells are Markdown already."""
+        """The table's lines in Markdown. The cells must already be Markdown."""
         rule = ("---:" if column.unit else "---" for column in self.columns)
         yield "".join(f"| {head} " if head else "| " for head in self.heads) + "|"
         yield f"|{'|'.join(rule)}|"
@@ -71,13 +71,13 @@ class Sheet:
 
 
 def record(columns: Iterable[Column], thing: Any) -> dict[str, Any]:
-    """The object for programs."""
+    """An object with the columns' values, for programs."""
     return {column.key: plain(column.value(thing), digits=column.places) for column in columns}
 
 
 def plain(value: Any, *names: str, digits: int = 4) -> Any:
-    """`value` for JSON: decimals as strings, floats with so many digits, dates as ISO 8601; for an object these
-    attributes, or all that it has.
+    """`value` for JSON: decimals as strings, floats with `digits` digits, dates as ISO 8601. Of an object, the
+    attributes `names`, or all attributes.
     """
     match value:
         case Decimal():

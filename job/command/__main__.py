@@ -20,10 +20,10 @@ from gpufleet.job.contract.workdir import START
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One start of the host."""
+    """One start of the host; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m gpufleet.job.command", description=__doc__)
     parser.add_argument("workdir", type=Path)
-    parser.add_argument("--rung", type=int, default=0, help="of no meaning here")
+    parser.add_argument("--rung", type=int, default=0, help="for ready-made jobs; changes nothing here")
     parser.add_argument("--wait", action="store_true", help=f"for WORKDIR/{START}")
     args = parser.parse_args(argv)
     from gpufleet.job.command.host import Host, say

@@ -37,17 +37,17 @@ from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.kind.command import PHASE, CommandConfig
 
 FILES = "files"  # folder below ckpt/step_N/ for the command's files, so that their names cannot clash with gpufleet's
-LOOK_S = 1.0  # seconds between two looks, which must see the same
-LEAVING_S = 0.1  # these seconds after a stop was sent, because the command may end as soon as it has saved
+LOOK_S = 1.0  # seconds between two looks, which must see the same files
+LEAVING_S = 0.1  # the same in the seconds after a stop was sent, because the command may end as soon as it has saved
 # seconds for which the first checkpoint must be unchanged if nothing else shows that it is complete
 FIRST_QUIET_S = 60.0
 UNKNOWN_QUIET_S = 5.0  # seconds for which a file must be unchanged if it is not known whether it is open
-SAVING_S = 5.0  # the longest pause between two files of one checkpoint
+SAVING_S = 5.0  # the longest time between the writing of two files of one checkpoint
 AGAIN_S = 30.0  # seconds from a failed copy to the next try
 LEADER_S = 30.0  # seconds that a node at its end waits for the leader to announce its last checkpoint
 HELD_S = 30.0  # seconds for which the files of a part that the command has deleted wait for the leader to name the part
-MOST_HELD = 16  # checkpoints whose parts are held, and files of one part, because each file takes a descriptor
-ARRIVAL_S = 0.02  # seconds that a line takes from the command to the host
+MOST_HELD = 16  # parts of checkpoints that are held, and also files per part: each open file takes a descriptor
+ARRIVAL_S = 0.02  # seconds until a line that the command has printed reaches the host
 
 File = tuple[int, int]  # device and inode
 
@@ -55,7 +55,7 @@ File = tuple[int, int]  # device and inode
 @dataclass(slots=True)
 class Watched:
     """A checkpoint that the command has begun: its files at the last look, and since when they are unchanged. `still`:
-    no process has them open. `doubtful`: a process that may have had one open has ended.
+    no process has one of the files open. `doubtful`: a process that may have had one open has ended.
     """
 
     found: FoundCheckpoint
@@ -68,8 +68,8 @@ class Watched:
 
 @dataclass(slots=True)
 class Held:
-    """A node's part of a checkpoint, with its files open: they can be copied also after the command has deleted them.
-    `is_still`: two looks saw the same.
+    """A node's part of a checkpoint. Its files are open, so they can be copied even after the command has deleted them.
+    `is_still`: two looks saw the same files.
     """
 
     found: FoundCheckpoint
@@ -83,7 +83,7 @@ class Held:
 
 
 class LineReader(Protocol):
-    """The facts from the command's output that the checkpoints need."""
+    """Facts from the command's output that decide on checkpoints."""
 
     @property
     def val(self) -> Mapping[int, float]: ...
@@ -125,14 +125,15 @@ class CommandCheckpoints:
         self.names = Names(config, f"{run}/{CheckpointPlace(0, 1).part_prefix(1)}{FILES}/")
         self._own = ForeignFolder(user)
         self.folder, self.newest, self.committed_at = folder, -1, clock()
-        self.newest_is_on_signal = False  # whether the command made the newest commit because it was asked to leave
-        self.doubt = ""  # why a checkpoint does not count whose writer may have left it cut
+        self.newest_is_on_signal = False  # whether the command made the newest commit because it was asked to stop
+        # why the checkpoint of a process that has ended does not count: the process may have left it cut
+        self.doubt = ""
         self.count = 0  # commits of this start
-        self.counted = -1  # the newest step of a checkpoint of this start
+        self.counted = -1  # the newest step of a checkpoint that this start has made
         self._config, self._user, self._kept = config, user, workdir / CHECKPOINTS
         self._digest, self._gpus = digest, gpus
         self._nodes, self._node, self._leader = nodes, node, leader
-        self._knows_parts = False  # whether a part's files are known
+        self._knows_parts = False  # whether it is known which files make up a part
         self._leaders_step: dict[Key, int] = {}  # checkpoints that the leader has named
         # Parts that the leader may name. A key stays, with None, when the files are not held any more.
         self._held: dict[Key, Held | None] = {}
@@ -144,17 +145,18 @@ class CommandCheckpoints:
         self._put_back: dict[Key, FoundCheckpoint] = {}  # restored checkpoints, with their files before the start
         # committed or restored checkpoints, with their files at that time, and the step
         self._done: dict[Key, tuple[FoundCheckpoint, int]] = {}
-        self._number, self._offset = -1, 0  # of the newest checkpoint; added to the number in a name it gives the step
-        self._counts_else = False  # whether names were seen to count something other than the run's steps
+        # the number in the name of the newest checkpoint; what to add to the number in a name to get the step
+        self._number, self._offset = -1, 0
+        self._counts_else = False  # whether the names have turned out to count something other than the run's steps
         self._told: set[str] = set()
-        self._evaluated = {-1}  # steps whose evaluation is in their commit
+        self._evaluated = {-1}  # the steps whose commits contain an evaluation
         self._looked_at = 0.0
         self._copying: tuple[Watched, Future[None]] | None = None
         self._pool = ThreadPoolExecutor(1, "snapshot")
-        self.reason: Reason = "timed"  # for commits from now on
-        # the time by the disk's clock, which moves in steps of some ms; inf: no signal was sent
+        self.reason: Reason = "timed"  # the reason that commits get from now on
+        # the time of the signal by the disk's clock, which moves in steps of some ms; inf if no signal was sent
         self._signalled_at = math.inf
-        self._begun_before: set[Key] = set()  # checkpoints that were not committed at the signal
+        self._begun_before: set[Key] = set()  # checkpoints that had begun before the signal and were not committed yet
 
     def restore(self) -> Commit | None:
         """Empties the command's folder and puts the newest commit into it. Returns None if there is no commit; the
@@ -198,7 +200,7 @@ class CommandCheckpoints:
 
     @property
     def restored(self) -> FoundCheckpoint | None:
-        """The checkpoint that was put back before this start; None: none was."""
+        """The checkpoint that was put back before this start; None if there was none."""
         return next(iter(self._put_back.values()), None)
 
     def place(self, restored: Commit) -> Path:
@@ -208,7 +210,7 @@ class CommandCheckpoints:
         return self.folder / sorted(name.removeprefix(f"{FILES}/") for name, _ in restored.files)[0]
 
     def counts(self, restored: Commit) -> dict[str, int]:
-        """The values of the placeholders {step} and {epoch}: the numbers in the checkpoint's names."""
+        """The values of the placeholders {step} and {epoch}: the numbers in the name of the restored checkpoint."""
         return {"step": restored.step, **(self.restored.counts if self.restored else {})}
 
     def saving(self) -> bool:
@@ -230,14 +232,14 @@ class CommandCheckpoints:
         return self.names.lacks(checkpoint, is_part=self._node > 0)
 
     def find(self) -> list[FoundCheckpoint]:
-        """Every checkpoint that has begun, the newest last. Warns of checkpoints that can never be published."""
+        """Every checkpoint that has begun, the newest last. Warns about each checkpoint that can never be published."""
         checkpoints = self.names.find(self.folder, self._user)
         for name, why in self.names.unfit.items():
             self._say_once(f"warning: {name} does not count, and is never published: {why}")
         return [self.names.newest(checkpoint, self._put_back.get(checkpoint.key)) for checkpoint in checkpoints]
 
     def written_anew(self, checkpoints: Iterable[FoundCheckpoint]) -> list[FoundCheckpoint]:
-        """Those of `checkpoints` that this start has written."""
+        """The checkpoints among `checkpoints` that this start has written."""
         return [
             checkpoint
             for checkpoint in checkpoints
@@ -303,7 +305,7 @@ class CommandCheckpoints:
                 self._held[key] = None
 
     def _find_again(self, checkpoint: FoundCheckpoint) -> FoundCheckpoint:
-        """The checkpoint as it is on disk now; it has no files if nothing is left."""
+        """The checkpoint as it is on disk now. It has no files if the command has deleted all of them."""
         nothing = checkpoint.without_files(checkpoint.files)
         return next((current for current in self.find() if current.key == checkpoint.key), nothing)
 
@@ -355,7 +357,7 @@ class CommandCheckpoints:
         self._settle()
         until = self._clock() + LEADER_S
         while self._waits_for_leader() and self._clock() < until:
-            # Files that the leader has named by now are complete; its last message may come late.
+            # The leader may have announced a checkpoint whose files are complete; its last message may come late.
             self._take_whole(by_itself)
             time.sleep(LEAVING_S)
         self._take_whole(by_itself)
@@ -373,24 +375,22 @@ class CommandCheckpoints:
                 by_itself or self._node or self._is_settled or checkpoint is not there[-1]
             ):
                 continue
-            # The writer of a checkpoint that was looked at only once may have ended before that look.
+            # If a checkpoint was looked at only once, its writer may have ended before that look.
             was_closed = watched.still and watched.since < self._looked_at
             if by_itself or was_closed or self._is_sure(checkpoint):
                 self._copying = (watched, self._pool.submit(self._snapshot, watched, False))
                 self._settle()
                 if not self._is_new(checkpoint):
-                    return  # older checkpoints are not needed any more
+                    return  # an older checkpoint is not needed any more
 
     def signalled(self) -> None:
-        """Notes that a signal is about to be sent. A save that has begun or is whole by now is not an answer to this
-        signal.
-        """
+        """Notes that a signal is about to be sent. A save that has begun by now is not an answer to this signal."""
         self._begun_before = {
             checkpoint.key for checkpoint in self.find() if self._done.get(checkpoint.key, (None,))[0] != checkpoint
         }
         self._signalled_at, mark = 0.0, self._kept.parent / ".signalled"
         with suppress(OSError):  # if the disk is full, only the files' names show what they are
-            mark.touch()  # after the look, because the command goes on saving during the look
+            mark.touch()  # after the look, because the command goes on saving while it runs
             self._signalled_at = mark.stat().st_mtime_ns / 1e9
 
     def unanswered(self) -> None:
@@ -432,7 +432,7 @@ class CommandCheckpoints:
         elif before is None:
             self._watched[checkpoint.key] = Watched(checkpoint, now, now)
         elif before.found != checkpoint:
-            is_another = checkpoint.number is None and before.still  # the file was whole, and is now being overwritten
+            is_another = checkpoint.number is None and before.still  # the file was whole and is now being overwritten
             self._watched[checkpoint.key] = Watched(checkpoint, now, now if is_another else before.begun)
 
     def _begins_anew(self, checkpoint: FoundCheckpoint) -> bool:
@@ -466,13 +466,14 @@ class CommandCheckpoints:
         return self._is_settled or has_later or quiet >= (SAVING_S if self._node else FIRST_QUIET_S)
 
     def _is_sure(self, checkpoint: FoundCheckpoint) -> bool:
-        """Whether the format of a checkpoint whose writer has ended would show a cut; says so if it would not."""
+        """Whether the format of a checkpoint whose writer has ended would show a cut. Prints a line if it would not."""
         with suppress(OSError):
             if self.names.shows_a_cut(lambda name: self._own.open(self.folder / name), checkpoint):
                 return True
         self.doubt = (
-            f"{checkpoint.title} does not count: the process that wrote it ended right then, and may have left it cut."
-            " Files of torch.save, safetensors and JSON count, because they show a cut; others if the process lives for"
+            f"{checkpoint.title} does not count: the process that wrote it ended during the write, and may have left"
+            " it cut. Files of torch.save, safetensors and JSON count, because they show a cut; others if the"
+            " process lives for"
             " two more seconds"
         )
         self._say_once(self.doubt)
@@ -549,7 +550,8 @@ class CommandCheckpoints:
         self._number, self.count = max(self._number, checkpoint.number or 0), self.count + 1
         self.counted = step if is_counted else self.counted
         self._done[checkpoint.key] = checkpoint, step
-        blocked_s = max(0.0, written - watched.begun)  # the time in which it was written, as far as that was seen
+        # the time for which the checkpoint was being written, as far as the looks have shown it
+        blocked_s = max(0.0, written - watched.begun)
         took = time.monotonic() - started
         took_s = round(blocked_s + took, 3)
         save = Save(step=step, reason=reason, bytes=record.bytes, blocked_s=round(blocked_s, 3), took_s=took_s)
@@ -579,8 +581,9 @@ class CommandCheckpoints:
         return checkpoint.counts.get(self._config.unit)
 
     def _step(self, checkpoint: FoundCheckpoint, by_lines: int | None) -> tuple[int, bool]:
-        """The checkpoint's step in the run, and whether a name or line gives it; without either it is the previous step
-        plus one. `by_lines` is the step that lines had shown when the checkpoint's first file was whole.
+        """The checkpoint's step in the run, and whether a name or a line gives that step. If neither does, the step is
+        the previous one plus one. `by_lines` is the step that lines had shown when the checkpoint's first file was
+        whole.
         """
         if self._node:
             return self._leaders_step[checkpoint.key], True
@@ -590,7 +593,8 @@ class CommandCheckpoints:
             self._offset = 1 if self._config.unit == "epoch" else self._config.work.steps_per_epoch or 0
         if number is not None:
             number += self._offset
-            # A number in a name is not a step if it is far above the step at which the checkpoint was begun.
+            # A number in a name counts as a step only if it is not far above the step at which the checkpoint was
+            # begun.
             is_far = by_lines is not None and by_lines >= 2 * number and by_lines - number > 2 * self._lines.spread
             self._counts_else = self._counts_else or is_far
         known = by_lines if number is None or (self._counts_else and by_lines is not None) else number
@@ -616,7 +620,7 @@ class CommandCheckpoints:
             return
         (watched, copying), self._copying = self._copying, None
         error = copying.exception()
-        if error is None:  # an overwrite after this counts as later
+        if error is None:  # a later overwrite counts as a change
             self._watched.pop(watched.found.key, None)
         else:
             watched.since = self._clock()

@@ -1,6 +1,4 @@
-"""Finds checkpoints that a command has written elsewhere than declared, and the line of the definition that would find
-them.
-"""
+"""Finds checkpoints that a command has written outside of the declared folder, and the line that would find them."""
 
 from __future__ import annotations
 
@@ -14,13 +12,13 @@ from gpufleet.job.command.names import Names
 from gpufleet.job.contract.workdir import KEPT, OUTPUTS, STATE
 from gpufleet.job.kind.command import CommandConfig
 
-FIRST_S, LONGEST_S = 2.0, 60.0  # seconds between two searches: each pause is twice the one before
+FIRST_S, LONGEST_S = 2.0, 60.0  # seconds between two searches: each pause is twice as long as the one before
 SKIPPED = {".git", "__pycache__", ".venv", "venv", "node_modules", "wandb", "tb", "runs.tb"}
 KEPT_AS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".npz", ".npy", ".pkl", ".h5", ".keras", ".msgpack", ".tar")
 SHOWN = 3
-MOST = 10_000  # the most new files of a folder at which a search looks
+MOST = 10_000  # a search looks at no more than this number of new files per folder
 TEMPORARY = re.compile(r"tmp|temp|part|lock|^\.", re.IGNORECASE)
-NO_CHECKPOINT = re.compile(  # files that trainings write beside their checkpoints, by a pattern for their paths
+NO_CHECKPOINT = re.compile(  # paths of files that training programs write beside their checkpoints
     r"(^|/)(__pycache__|\.git|wandb|\.cache|mlruns|\.ipynb_checkpoints)/|\.pyc$|tfevents|\.lock$|\.log$|\.csv$|\.txt$|\.md$"
     r"|\.(ya?ml|html|png|jpe?g|gif|svg|pdf|mp4|wav)$|metrics|history|\.tmp$|~$|\.part$"
     r"|(^|[/_.-])(config|args|arguments|hparams|hyperparam\w*|options|settings)\.\w+$"
@@ -28,7 +26,7 @@ NO_CHECKPOINT = re.compile(  # files that trainings write beside their checkpoin
 
 
 class Search:
-    """Looks for files that one start has written. `folder` is the declared place of checkpoints; `moment` converts a
+    """Looks for files that one start has written. `folder` is the declared folder of checkpoints; `moment` converts a
     file's time to the clock of `began`.
     """
 
@@ -46,8 +44,8 @@ class Search:
         self._at, self._pause, self._answer = began + FIRST_S, FIRST_S, ""
 
     def look(self, now: float, *, at_once: bool = False) -> str:
-        """A sentence that says what was written elsewhere, and what to put into the definition. It is empty if nothing
-        looks like a checkpoint.
+        """A sentence that says which files were written elsewhere, and what to write into the definition. Empty if
+        nothing looks like a checkpoint.
         """
         if (now >= self._at or at_once) and self._config.saves:
             self._at, self._pause = now + self._pause, min(2 * self._pause, LONGEST_S)
@@ -58,37 +56,37 @@ class Search:
         written = list(dict.fromkeys(self._written()))
         for path in written:
             if (place := self._matching(path)) is not None:
-                return f"{_shown(path, self._folders.user)} was written where nobody looks: {self._cure(place)}"
+                return f"{_shown(path, self._folders.user)} is outside of job.checkpoint.folder: {self._cure(place)}"
         written = [path for path in written if not NO_CHECKPOINT.search(_shown(path, self._folders.user))]
         inside = [path.relative_to(self._folder).as_posix() for path in written if path.is_relative_to(self._folder)]
         if inside:
             pattern, is_counted = pattern_of(inside)
             more = "" if is_counted else ", rewritten: true"
             return (
-                f"{', '.join(inside[:SHOWN])} came into {self._config.checkpoint.folder}, and job.checkpoint.each,"
-                f" {', '.join(self._config.names)}, names none of them: write each: '{pattern}'{more}, if that is one"
-                " checkpoint"
+                f"the command wrote {', '.join(inside[:SHOWN])} into {self._config.checkpoint.folder}, but"
+                f" job.checkpoint.each, {', '.join(self._config.names)}, matches none of these: if that is a"
+                f" checkpoint, write each: '{pattern}'{more}"
             )
         if likely := [_shown(path, self._folders.user) for path in written if path.suffix in KEPT_AS]:
             return (
-                f"nothing came into {self._config.checkpoint.folder}; written were {', '.join(likely[:SHOWN])}: say in"
-                " job.checkpoint.folder and each which of these is a checkpoint"
+                f"the command wrote nothing into {self._config.checkpoint.folder}, but {', '.join(likely[:SHOWN])}: if"
+                " one of these is a checkpoint, name it in job.checkpoint.folder and job.checkpoint.each"
             )
         return ""
 
     def _cure(self, place: str) -> str:
-        """The value that the definition needs for checkpoints in this folder; an empty `place` is the folder of the
-        code.
+        """The value that the definition needs for checkpoints in `place`; an empty `place` is the folder of
+        the code.
         """
         if not place:
             return "write job.workdir: '{checkpoints}', and {code}/ before the script's name in job.command"
         option = re.search(rf"(--?[\w.-]+[= ])(?:\./)?{re.escape(place.partition('/')[0])}\b", self._config.command)
-        other = f"{option[1]}{{checkpoints}} in job.command" if option else "have the command write into {checkpoints}"
+        other = f"{option[1]}{{checkpoints}} in job.command" if option else "make the command write into {checkpoints}"
         return f"write job.checkpoint.folder: '{place}', or {other}"
 
     def _written(self) -> Iterator[Path]:
-        """Files that are new since the start below the folders that the host sees, the checkpoints' folder first. Files
-        whose names cannot be printed or published are left out.
+        """Files that are new since the start, below the folders that the host sees; the checkpoints' folder comes
+        first. Files whose names cannot be printed or published are left out.
         """
         for root in (self._folder, self._folders.code, *self._folders.written):
             new = list[Path]()

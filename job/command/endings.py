@@ -2,13 +2,14 @@
 
 | Exit code | No stop was sent | After a stop |
 |---|---|---|
-| 0 | finished, where nothing contradicts it; else failed | finished at the last step, else stopped |
+| 0 | failed if something contradicts the code, else finished | finished at the last step, else stopped |
 | one of exit.fatal | failed | stopped |
 | one of exit.again | another node | stopped |
-| another, or a signal | again in place, exit.restarts times; then another node; twice alike: failed | stopped |
+| another, or a signal | exit.restarts more starts here, then another node; failed if two ends are alike | stopped |
 
-Two things contradict exit code 0. First, the newest step is further from the declared last one than lines are from each
-other, and nothing was written to the outputs after it. Second, the start was given a checkpoint and has done nothing.
+Two things contradict exit code 0. First, the newest step is further from the declared last step than two printed lines
+are from each other, and the command wrote no output after it. Second, a checkpoint was restored and the start has done
+nothing.
 After a stop, "finished" needs a whole checkpoint of the last step, or an output after it. Without either, the next node
 finds out what is left to do, which costs minutes.
 """
@@ -24,7 +25,7 @@ from typing import Literal
 
 from gpufleet.job.kind.command import CommandConfig
 
-REACHED = 0.99  # share of the declared steps that counts as all, because the last ones may be logged nowhere
+REACHED = 0.99  # this share of the declared steps counts as all of them, because a script may not log the last ones
 REASONS = {  # texts that many programs print
     "out of memory": re.compile(
         r"out of memory|outofmemory|cublas_status_alloc_failed|failed to cuda malloc|cannot allocate memory"
@@ -38,10 +39,10 @@ Verdict = Literal["finished", "failed", "again", "elsewhere", "refused", "stoppe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """How one start ended. `code` is as in a shell; `why` is the reason when gpufleet ended the command."""
+    """How one start ended. `code` is an exit code as in a shell; `why` is the reason if gpufleet ended the command."""
 
     code: int
-    step: int  # the newest step that is known
+    step: int
     is_told: bool = True  # whether a line or a checkpoint of this start showed the newest step
     is_read: bool = True  # whether a printed line showed the newest step
     spread: int = 1  # steps that may have been done after the newest known one
@@ -50,7 +51,7 @@ class End:
     is_delivered: bool = False  # whether a file was written to the outputs after the last step was reported
     restored: int | None = None  # the step of the checkpoint that was restored for this start
     is_idle: bool = False  # whether the start reported no step, and wrote neither checkpoints nor outputs
-    follows: bool = False  # this node is not the first of several, which alone has to print and save
+    follows: bool = False  # this node is not the first of several; only the first has to print and save
     lines: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()  # lines with numbers that job.progress.stdout does not match
     why: str = ""
@@ -71,7 +72,7 @@ class End:
         if reason:
             phrase += f", {reason}"
         elif self.code == 128 + signal.SIGKILL:
-            phrase += ", as where the kernel lacks memory"
+            phrase += ", as if the kernel lacks memory"
         named = f" ({self.cause})" if self.cause and self.code else ""
         return f"{self.what} ended with {phrase} at step {self.step:,}{named}"
 
@@ -124,17 +125,17 @@ def _contradiction(config: CommandConfig, end: End) -> str:
         is_reached = reached >= REACHED * total or reached + end.spread >= last
     if end.restored is not None and end.is_idle and not is_reached and not config.work.early:
         return (
-            f"{end.what} was given the checkpoint of {unit} {end.restored:,}, told no step, wrote nothing and ended"
-            f" with exit code 0: it does not go on{_unread(end)}"
+            f"{end.what} got the checkpoint of {unit} {end.restored:,}, printed no step, wrote nothing and ended"
+            f" with exit code 0: it does not resume{_unread(end)}"
         )
     if total is None or config.work.early or is_reached or end.is_delivered:
         return ""
     if not end.is_told and end.is_saved:  # no line shows the last step, but the command has saved
         return ""
     if not end.is_told:
-        hint = _unread(end) or ", and no line told a step: job.progress says which lines do"
-        return f"{end.what} ended by itself, and nothing tells how far it came of {total:,}{hint}"
-    by_names = "" if end.is_read else ", by the names of its checkpoints (write {epoch} where these count epochs)"
+        hint = _unread(end) or ": no line shows a step; say in job.progress which lines do"
+        return f"{end.what} ended by itself, and whether it reached {unit} {total:,} is unknown{hint}"
+    by_names = "" if end.is_read else ", by the names of its checkpoints (if these count epochs, write {epoch})"
     return f"{end.what} ended by itself at {unit} {reached:,} of {total:,}{by_names}; if it may, set work.early: true"
 
 

@@ -17,7 +17,7 @@ from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.kind.command import CommandConfig, filled
 
 PROGRESS = "progress.jsonl"  # file for JSON lines below the user's folder, if the definition names no other
-HIDDEN = 8  # secrets shorter than this many characters are not blanked in the output
+HIDDEN = 8  # shorter secrets, in characters, are not blanked in the output
 BLANK = b"***"
 ALONE = {"nodes": "1", "node_rank": "0", "master": "127.0.0.1", "port": "29400"}  # values for a run on one node
 
@@ -34,9 +34,7 @@ class Folders:
 
     @property
     def own(self) -> ForeignFolder:
-        """All of these folders, opened in such a way that the running command cannot redirect a process that works in
-        them.
-        """
+        """All of these folders, opened so that the running command cannot redirect a process that works in them."""
         return ForeignFolder(self.user)
 
     @property
@@ -64,7 +62,6 @@ class Folders:
             self.own.make(folder)
 
     def values(self, run: str, gpus: int) -> dict[str, str | int]:
-        """The values of the placeholders."""
         named = self.user / NAMED
         inputs = {f"inputs.{name}": str(named / name) for name in self.own.names(named)}
         meeting = {name: os.environ.get(environment.COMMAND[name], alone) for name, alone in ALONE.items()}
@@ -81,8 +78,8 @@ class Folders:
         }
 
     def resolve_path(self, text: str, values: Mapping[str, str | int]) -> Path:
-        """The path of a folder or file that the definition names; relative names are below the code. Raises ValueError
-        for a path that is not the command's own.
+        """The path of a folder or file that the definition names; a relative name is below the code. Raises ValueError
+        if the path is outside of the folders of the run.
         """
         path = Path(os.path.normpath(self.code / filled(text, dict(values))))
         if not path.is_relative_to(self.user) or path == self.user:
@@ -124,9 +121,9 @@ def progress_file(config: CommandConfig, folders: Folders, values: Mapping[str, 
 
 
 def secrets(references: Mapping[str, str], ask: Callable[[str, str], str] | None = None) -> dict[str, str]:
-    """The secrets' values, from the places that the definition names; in a rehearsal from the environment. Raises
-    ValueError, which never contains a value, for a secret that does not exist or cannot be read; any other error is a
-    fault of this node.
+    """The secrets' values, from the places that the definition names; in a rehearsal they come from the environment.
+    Raises ValueError if a secret does not exist or cannot be read; its text never contains a value. Any other error is
+    a fault of this node.
     """
     values = {}
     for name, reference in references.items():
@@ -154,8 +151,9 @@ def _asked(kind: str, place: str) -> str:
 
 
 class Mask:
-    """Blanks secret values in the output: each whole value, each of its lines and, for JSON, each text and number in
-    it, if it is too long to match by chance. `longest` is the bytes of the longest of them.
+    """Blanks secret values in the output: each whole value, and each of its lines. If the value is JSON, each text and
+    number in it is blanked too, unless it is so short that it may match by chance. `longest`: bytes of the longest text
+    that is blanked.
     """
 
     def __init__(self, values: Iterable[str]) -> None:
@@ -170,7 +168,7 @@ class Mask:
 
 
 def _parts(value: str) -> Iterator[str]:
-    """The parts of a secret that must be hidden even where they appear alone."""
+    """The parts of a secret that must be hidden even if they appear alone."""
     yield from (value, *value.splitlines())
     with suppress(ValueError, RecursionError):
         waiting = [json.loads(value)]

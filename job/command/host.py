@@ -1,6 +1,4 @@
-"""One start of the host: it starts the command, watches it, asks it to stop, judges its end, and tells the
-supervisor.
-"""
+"""One start of the host: it starts the command, watches it, asks it to stop, judges its end, and reports it."""
 
 from __future__ import annotations
 
@@ -39,8 +37,8 @@ from gpufleet.job.text import counted, printable
 
 TICK_S = 0.1
 CALM_S = 1.0  # between two looks at processes and watchdogs
-LEFTOVER_S = 10.0  # seconds for processes that still run after the command has ended
-HOLD_S = 60.0  # between two messages of a node that is held
+LEFTOVER_S = 10.0  # seconds that processes may still run after the command has ended
+HOLD_S = 60.0  # seconds between two messages of a node that is held
 SETUP, NETWORK, COMMAND = "setup", "network", "command"
 # a rehearsal shows the lines between these two texts
 SETUP_BEGINS, SETUP_ENDS = "the set-up begins", "the set-up has ended"
@@ -111,14 +109,14 @@ class Host:
             clock=self.clock,
             moment=self.clock.moment,
         )
-        self.is_there = False  # whether the first process of the place exists
+        self.is_there = False  # whether the command's first process exists
         self.is_set_up = not self.config.setup.strip()
         self.asks_network = nodes > 1 and self.config.device == "cuda"
         self.place: Place | None = None
 
     def run(self) -> int:
         """Runs the command, with its restarts, until it is over on this node; returns the exit code."""
-        # The signal comes from foreign.py's leases; without a handler it would end this process.
+        # The signal comes from the leases of foreign.py; if nothing handles it, it ends this process.
         signal.signal(signal.SIGIO, lambda *_: None)
         self.output.start()
         ends: list[End] = []
@@ -126,7 +124,9 @@ class Host:
             while True:
                 verdict, why, end, stop = self._run_start(ends)
                 if verdict == "again":
-                    say(f"{why}; again from the last whole checkpoint, {len(ends) + 1} of {self.config.exit.restarts}")
+                    say(
+                        f"{why}; restart {len(ends) + 1} of {self.config.exit.restarts}, from the last whole checkpoint"
+                    )
                     self.progress.event(why)
                     ends.append(end)
                     continue
@@ -144,7 +144,6 @@ class Host:
             self._close()
 
     def _run_start(self, before: list[End]) -> tuple[Verdict, str, End, Stop | None]:
-        """One start up to its end."""
         start = CommandStart(
             self.config, self.folders, self.values, self.checkpoints, self.progress, self.output, self.clock
         )
@@ -175,7 +174,8 @@ class Host:
                 if not (self.workdir / ACCEPT).exists():
                     return "refused", "; ".join(measured.problems), end, None
                 self.warn(
-                    f"nodes before it were refused for this, and this one goes on: {'; '.join(measured.problems)}"
+                    "this node goes on, although nodes before it were refused for the same:"
+                    f" {'; '.join(measured.problems)}"
                 )
                 continue
             if name == SETUP:
@@ -229,13 +229,13 @@ class Host:
             self.progress.poll()
             code = self.scripts.code(name) if code is None else code
             refusal = ""
-            if part == COMMAND:  # after the command has ended, `end` commits
+            if part == COMMAND:  # the commits of a command that has ended are made by `end`
                 refusal = start.look(commit=code is None or left_at is not None)
             if why == "":
                 why = self._why_not(start, part, watch, refusal)
                 if why:
                     self._kill()
-                    if not self.is_there or not self.scripts.began:  # and it will not start
+                    if not self.is_there or not self.scripts.began:
                         code = processes.KILLED
                         break
             if part == COMMAND and (observed := start.observe()) is not None:
@@ -262,7 +262,7 @@ class Host:
         return end
 
     def _why_not(self, start: CommandStart, part: str, watch: StartWatch, refusal: str) -> str:
-        """The reason to end this start now; empty while it may go on."""
+        """The reason to end this start now; empty if the start may go on."""
         stop = Stop.read(self.workdir) if (self.workdir / STOP).exists() else None
         if stop is not None and start.leaving is None:
             start.leaving = Leaving(self.config, stop, self.clock(), self.checkpoints.newest)
@@ -286,8 +286,8 @@ class Host:
         return watch.stuck(self.output.at, self.progress.at)
 
     def _leftover(self, start: CommandStart, code: int | None, now: float, since: float | None) -> float | None:
-        """The moment since when processes have outlived the command; None if there are none. They may still be saving,
-        so they get some time, after a stop all the time that the stop gives.
+        """The moment since when processes have outlived the command; None if no such process exists. The processes may
+        still be saving, so they get some time; after a stop they get all the time that the stop gives.
         """
         if code is None:
             return None
@@ -329,7 +329,7 @@ class Host:
             self.checkpoints.prune(spent.published)
 
     def _ask_to_save(self) -> None:
-        """Asks for a save because the machine may go away soon, if the command has a signal for that."""
+        """Asks the command for a save, if the definition has a signal for that: the machine may go away soon."""
         if (self.workdir / SAVE).exists():
             (self.workdir / SAVE).unlink(missing_ok=True)
             if self.config.stop.request is not None:
@@ -356,9 +356,7 @@ class Host:
             say("a process of the command cannot be ended")
 
     def _hold(self, why: str) -> None:
-        """Keeps the failed command's container for `gpufleet shell`, as long as the definition says, and no longer than
-        until a stop or a limit.
-        """
+        """Keeps the failed command's container for `gpufleet shell`, as long as definition and limits allow."""
         if not self.config.exit.hold_minutes or self.place is None or self.config.device == "cpu":
             return
         until = self.clock() + self.config.exit.hold_minutes * 60
@@ -373,8 +371,8 @@ class Host:
             time.sleep(TICK_S)
 
     def _deliver(self) -> None:
-        """Copies the outputs below final/: those in {outputs} under their names, others under their paths; if there are
-        none, the newest checkpoint. No process of the command is left, so they no longer change.
+        """Copies the outputs below final/: those in {outputs} under their names, others under their paths. If there are
+        none, it copies the newest checkpoint. No process of the command is left, so the files no longer change.
         """
         for text in self.config.outputs:
             try:
@@ -394,14 +392,15 @@ class Host:
         for name in ("",) if own.is_file(source) else sorted(name for name, _ in own.files(source)):
             key = (target / name).relative_to(self.workdir).as_posix()
             if why := refusal(key):
-                uncopied.append(f"one whose name {why}")
+                uncopied.append(f"a file whose name {why}")
                 continue
             try:
                 own.copy(source / name, target / name)
             except OSError as error:
                 uncopied.append(f"{key!a}: {error.strerror}")
         if uncopied:
-            say(f"warning: outputs {text}: {counted(len(uncopied), 'file')} left on the node, the first {uncopied[0]}")
+            count = counted(len(uncopied), "file")
+            say(f"warning: outputs {text}: {count} could not be copied; the first one: {uncopied[0]}")
 
     def _summarise(self, end: End) -> None:
         """Writes results.json, which every finished run has."""
@@ -433,11 +432,10 @@ class Host:
             self.gpus.close()
 
     def warn(self, text: str) -> None:
-        """A warning in the log."""
         say(f"warning: {text}")
 
     def alarm(self, kind: str, text: str) -> None:
-        """A warning in the log, in status and receipt, and to the people that the definition names."""
+        """Prints a warning, puts it into status and receipt, and sends it to the people that the definition names."""
         self.warn(text)
         self._note(Alarm(kind=kind, text=text))
 
@@ -448,7 +446,7 @@ class Host:
         try:
             message.write(self.workdir)
         except OSError as error:
-            say(f"warning: {message.FILE} is not written: {error}")
+            say(f"warning: {message.FILE} could not be written: {error}")
 
 
 def write(line: bytes) -> None:

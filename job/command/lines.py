@@ -36,7 +36,7 @@ class Position:
     step: int | None = None
     epoch: int | None = None
     batch: int | None = None
-    batches: int | None = None  # within this epoch
+    batches: int | None = None  # done in this epoch
 
     @classmethod
     def from_json(cls, tree: Any) -> Position | None:
@@ -71,9 +71,7 @@ class Counting:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any], unit: Unit, batches: int | None) -> Counting:
-        """The counting that a checkpoint has kept. `batches` is the number of batches in an epoch that the definition
-        states.
-        """
+        """The counting that a checkpoint has kept. `batches`: the batches in an epoch that the definition states."""
         numbers = ("batches", "base", "interval")
         stored = {key: value if type(value := tree.get(key)) is int else None for key in numbers}
         return cls(
@@ -86,7 +84,7 @@ class Counting:
         )
 
     def position(self, place: Position) -> int | None:
-        """Returns how many of `unit` are done at a position, or None if that cannot be computed."""
+        """How many of `unit` are done at a position; None if that cannot be computed."""
         if self.unit == "step":
             if place.step is not None or place.epoch is None or self.batches is None:
                 return place.step
@@ -107,7 +105,7 @@ class OutputLine:
     total: int | None
     figures: Mapping[str, float]
     is_other: bool = False  # whether the bar counts something other than training
-    is_doubtful: bool = False  # whether the words before the bar do not tell what the bar counts
+    is_doubtful: bool = False  # whether the words before the bar leave open what the bar counts
 
     @classmethod
     def from_groups(cls, groups: Mapping[str, Any], text: str = "") -> OutputLine:
@@ -139,7 +137,7 @@ class Patterns:
         self._patterns = [widened(pattern) for pattern in patterns]
 
     def read(self, text: str) -> OutputLine | None:
-        """Returns the content of a line without its control sequences, or None if no pattern matches."""
+        """The content of a line without its control sequences; None if no pattern matches."""
         groups: dict[str, str] = {}
         for pattern in self._patterns:
             if (match := pattern.search(text)) is not None:
@@ -161,7 +159,7 @@ def widened(pattern: str) -> re.Pattern[str]:
 
 
 def _with_alternative(pattern: str, name: str, more: str) -> str:
-    """The pattern with `more` as an alternative in the group `name`, except for a count before a comma, as in CSV."""
+    """The pattern in which the group `name` also matches `more`, unless a comma follows the group, as in CSV."""
     start = pattern.find(mark := f"(?P<{name}>")
     if start < 0:
         return pattern
@@ -188,6 +186,6 @@ def number(value: Any) -> float | None:
         return None
     try:
         made = float(re.sub(r"(?<=[0-9])[,_'’](?=[0-9])", "", value) if isinstance(value, str) else value)
-    except (TypeError, ValueError, OverflowError):  # JSON's whole numbers have any length
+    except (TypeError, ValueError, OverflowError):  # a whole number in JSON may have any length
         return None
     return made if not math.isfinite(made) or abs(made) < 1e15 else None

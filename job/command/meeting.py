@@ -1,4 +1,4 @@
-"""Whether the ranks that a command starts on several nodes train together, judged by the numbers of its launcher."""
+"""Judges by the numbers of a command's launcher whether the ranks on several nodes train together."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Callable
 from gpufleet.job.kind.command import STATIC
 from gpufleet.job.text import counted
 
-STABLE_S = 10.0  # seconds after which unchanged numbers mean that all ranks of a node have started
+STABLE_S = 10.0  # after so many seconds without a change of the numbers, all ranks of a node have started
 FLAGS = (
     f"With torchrun write {STATIC}; with accelerate, --num_machines {{nodes}} --machine_rank {{node_rank}}"
-    " --main_process_ip {master} --main_process_port {port} --num_processes {ranks} (it starts none on a CPU: rehearse"
-    " with torchrun in its place); a script without a launcher reads RANK, WORLD_SIZE, MASTER_ADDR and"
-    " MASTER_PORT, which job.env sets from {node_rank}, {ranks}, {master} and {port}. What only prepares a node belongs"
-    " in job.setup, which is not looked at"
+    " --main_process_ip {master} --main_process_port {port} --num_processes {ranks} (on a CPU"
+    " it starts no ranks: rehearse with torchrun); a script without a launcher reads RANK, WORLD_SIZE, MASTER_ADDR and"
+    " MASTER_PORT, which job.env sets from {node_rank}, {ranks}, {master} and {port}. Commands that only"
+    " prepare a node belong in job.setup, where gpufleet does not look for ranks"
 )
 
 
 class Meeting:
-    """One start of a command on one of `nodes` nodes with `gpus` GPUs each. With one node it checks nothing."""
+    """Watches one start of a command on one of `nodes` nodes with `gpus` GPUs each. With one node it checks nothing."""
 
     def __init__(self, *, nodes: int, gpus: int, clock: Callable[[], float]) -> None:
         self._nodes, self._gpus, self._clock = nodes, gpus, clock
         self._size, self._here, self._since = 0, 0, 0.0
         self.is_open = nodes > 1
-        self.has_first = False  # whether rank 0 is on this node, by its number
-        self.why = ""  # why the command is refused
+        self.has_first = False  # whether this node has rank 0
+        self.why = ""  # why the command is refused; empty if it is not
 
     def look(self, seen: tuple[int, int, bool] | None) -> None:
         """Takes the numbers of all ranks and of this node's ranks (processes.world), once they stay the same."""
         if seen is not None:
             size, here, has_first = seen
             self.has_first = has_first or (self.has_first and size == self._size)
-            if size == self._size:  # ranks of a node start and end one after the other, so the number changes
+            if size == self._size:  # the ranks of a node start and end one after the other, so the number changes
                 here = max(here, self._here)
             if (size, here) != (self._size, self._here):
                 self._size, self._here, self._since = size, here, self._clock()
@@ -46,8 +46,8 @@ class Meeting:
             if not self._meets:
                 here = self._here if self._size < self._nodes * self._here else self._gpus
                 self.why = (
-                    f"{counted(self._size, 'rank')} met where {self._nodes * here} are expected, {here} on each of"
-                    f" {self._nodes} nodes: each node trains alone. {FLAGS}"
+                    f"the launcher counts {counted(self._size, 'rank')} instead of {self._nodes * here}, {here} on"
+                    f" each of {self._nodes} nodes: each node trains alone. {FLAGS}"
                 )
 
     @property

@@ -24,11 +24,11 @@ from gpufleet.job.contract import reading
 from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.kind.command import COUNTED, RANK, CommandConfig, filled
 
-ZIPPED = (".pt", ".pth", ".ckpt", ".bin", ".npz", ".zip")  # torch.save's files, if they begin as a zip does
-PICKLED = ".metadata"  # the name of torch.distributed.checkpoint's
+ZIPPED = (".pt", ".pth", ".ckpt", ".bin", ".npz", ".zip")  # torch.save's files are zips, recognised by their beginning
+PICKLED = ".metadata"  # torch.distributed.checkpoint gives this name to its file
 MOST_STEPS = 10**8  # names in ckpt/ have eight digits
 MOST_JSON = 64 * 1024 * 1024
-# bytes of the header of a .safetensors file, as in its library, and of a .metadata that is parsed
+# most bytes of the header of a .safetensors file, as in its library, and of a .metadata file that is parsed
 MOST_HEADER = 100_000_000
 Key = tuple[str, int | None]
 
@@ -52,7 +52,7 @@ class FileState:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundCheckpoint:
     """The files of one checkpoint, by their names below the folder of checkpoints. `inner`: the names below the
-    checkpoint's own folder. `places`: the files, or the folders in which they are if the definition names a folder.
+    checkpoint's own folder. `places`: the files themselves, or their folders if the definition names a folder.
     """
 
     counts: Mapping[str, int]  # the numbers in its names, by `step` and `epoch`; may be empty
@@ -63,7 +63,7 @@ class FoundCheckpoint:
 
     @property
     def number(self) -> int | None:
-        """The number by which checkpoints are ordered; None when no name has one."""
+        """The number by which checkpoints are ordered; None if no name contains one."""
         return self.counts.get("step", self.counts.get("epoch"))
 
     @property
@@ -87,37 +87,34 @@ class FoundCheckpoint:
 
     @property
     def written(self) -> float:
-        """Epoch seconds of the newest file; 0 where there are none."""
+        """Epoch seconds of the newest file; 0 if there are no files."""
         return max((look.written for look in self.files.values()), default=0) / 1e9
 
     @property
     def first_written(self) -> float:
-        """Epoch seconds of the oldest file; 0 where there are none."""
+        """Epoch seconds of the oldest file; 0 if there are no files."""
         return min((look.written for look in self.files.values()), default=0) / 1e9
 
     def without_files(self, names: Collection[str]) -> FoundCheckpoint:
-        """The checkpoint without the files of these names."""
         files = {name: look for name, look in self.files.items() if name not in names}
         outer = frozenset(top for top in self.places if any(name.startswith(top) for name in files))
         return replace(self, files=files, inner={name: self.inner[name] for name in files}, places=outer)
 
     def is_anew(self, before: FoundCheckpoint) -> bool:
-        """Whether the checkpoint was written again after `before` was seen. A file added to its folder does not
-        count.
-        """
+        """Whether the checkpoint was written again after `before` was seen. A file added to its folder is no sign."""
         changed = any(name in before.files and before.files[name] != look for name, look in self.files.items())
         return changed or bool(self.places - before.places)
 
 
 class Names:
-    """The names that a definition gives, and facts about them that the first whole checkpoint has shown."""
+    """The names that a definition gives, and facts about the files that the first whole checkpoint has shown."""
 
     def __init__(self, config: CommandConfig, prefix: str = "") -> None:
         """`prefix`: the part of a file's key before its name in the bucket."""
         self._complete, self._unless, self._prefix = config.complete, config.unless, prefix
         self._patterns = [_pattern(name) for name in config.names]
         self._also = [_pattern(name.rstrip("/") + end)[0] for name in config.companions for end in ("", "/")]
-        self.unfit: dict[str, str] = {}  # checkpoints of the last `find` that can never be published, and why
+        self.unfit: dict[str, str] = {}  # why checkpoints of the last `find` can never be published, by checkpoint
         self._has_parts = any("*" in name.rpartition("/")[2] or RANK in name for name in config.names)
         self.are_known = bool(config.complete) or not (
             self._has_parts or any(name.endswith("/") for name in config.names)
@@ -126,8 +123,9 @@ class Names:
         self.learned: dict[str, tuple[int, int]] = {}  # for each kind of name: number of files, bytes of the smallest
 
     def match(self, relative: str) -> tuple[dict[str, int], str, str, str] | None:
-        """Reads a path below the folder of checkpoints: its counts, what stands for folders with a `*`, the file or
-        folder that is the checkpoint, and the path below that folder. Returns None if it belongs to no checkpoint.
+        """Reads a path below the folder of checkpoints. Returns its counts, the text that stands for folders with a
+        `*`, the file or folder that is the checkpoint, and the path below that folder; None if the path belongs to no
+        checkpoint.
         """
         for pattern, depth in self._patterns:
             if (match := pattern.fullmatch(relative)) is not None:
@@ -140,9 +138,9 @@ class Names:
         return None
 
     def find(self, folder: Path, allowed: Path) -> list[FoundCheckpoint]:
-        """Every checkpoint that has begun, the newest last: by the numbers in its names, else by the time of writing.
-        Checkpoints that could never be published, because no store or reader would accept them, are omitted: `unfit`
-        has these. A link's target must lie below `allowed`.
+        """Every checkpoint that has begun, the newest last. The numbers in the names decide; if there are none, the
+        time of writing does. Checkpoints that no store or reader would accept can never be published: they are omitted,
+        and `unfit` lists them. A link's target must lie below `allowed`.
         """
         made: dict[tuple[str, tuple[tuple[str, int], ...]], list[tuple[str, str, str, FileState]]] = {}
         unfit: dict[tuple[str, tuple[tuple[str, int], ...]], str] = {}
@@ -163,7 +161,7 @@ class Names:
             if problem := self._problem(name, counts):
                 unfit[key] = problem
             elif state.bytes > disk_bytes:
-                unfit[key] = f"{reading.show(name)} is longer than its disk: it is made of holes"
+                unfit[key] = f"{reading.show(name)} is larger than the disk, so it consists of holes"
         self.unfit = {_title(dict(counts)): why for (_, counts), why in unfit.items()}
         checkpoints = [
             FoundCheckpoint(
@@ -179,7 +177,7 @@ class Names:
         return sorted(checkpoints, key=lambda candidate: (candidate.number or 0, candidate.written))
 
     def named(self, relative: str) -> FoundCheckpoint | None:
-        """The checkpoint to which a file of this name belongs, without its files; None: it belongs to none."""
+        """The checkpoint to which a file of this name belongs, without its files; None if it belongs to none."""
         match = self.match(relative)
         return match and FoundCheckpoint(counts=match[0], folder=match[1], files={}, inner={}, places=frozenset())
 
@@ -194,8 +192,9 @@ class Names:
 
     @staticmethod
     def pointing(text: str, checkpoint: FoundCheckpoint, others: Iterable[FoundCheckpoint]) -> str:
-        """The text of a companion. One that only names another checkpoint, as DeepSpeed's `latest` does by the folder
-        and Megatron's by the number, names `checkpoint` instead: it was read when the command had gone on, or not yet.
+        """The text of a companion for `checkpoint`. DeepSpeed's `latest` contains only the name of a checkpoint's
+        folder, and Megatron's file only its number. Such a text may have been read too early or too late and name
+        another checkpoint; it is changed to name `checkpoint`.
         """
         words = [(PurePath(place(other)).name, str(other.number)) for other in others if other.places]
         for there in words:
@@ -207,26 +206,25 @@ class Names:
     def _problem(self, name: str, counts: Mapping[str, int]) -> str:
         """Why a checkpoint with a file of this name cannot be published; empty when it can."""
         if any(count >= MOST_STEPS for count in counts.values()):
-            return f"a step has at most eight digits: count in thousands, or name {reading.show(name)} otherwise"
+            return f"a step has at most eight digits: count in thousands, or give {reading.show(name)} another name"
         try:
             reading.name(self._prefix + name)
         except reading.DoubtError:
             return (
-                f"no object may be called {reading.show(name)}; allowed is UTF-8 that prints, {reading.NAME_BYTES}"
-                f" bytes a part and {reading.KEY_BYTES - len(self._prefix)} together. Call the file otherwise"
+                f"{reading.show(name)} cannot be an object's name; use printable UTF-8, at most {reading.NAME_BYTES}"
+                f" bytes per part and {reading.KEY_BYTES - len(self._prefix)} in all. Give the file another name"
             )
         return ""
 
     def lacks(self, checkpoint: FoundCheckpoint, *, is_part: bool = False) -> str:
-        """What is missing from the checkpoint, in words; empty when it is complete. For the part of a node that follows
-        another, earlier parts show which files belong to it, because only the leader has the file that completes a
-        checkpoint.
+        """What is missing from the checkpoint, in words; empty if it is complete. For the part of a node that follows
+        another, earlier parts show which files belong to it: only the leader has the file that completes a checkpoint.
         """
         if is_part:
             return self._unlike_learned(checkpoint)
         inner = set(checkpoint.inner.values())
         if self._unless and filled(self._unless, {**checkpoint.counts}) in inner:
-            return f"{self._unless} says that it is unfinished"
+            return f"{self._unless} marks it as unfinished"
         if self._complete:
             return "" if filled(self._complete, {**checkpoint.counts}) in inner else f"{self._complete} is not there"
         if not all(any(pattern.fullmatch(name) for name in checkpoint.files) for pattern, _ in self._patterns):
@@ -243,12 +241,12 @@ class Names:
             if there < count:
                 return f"{kind} is not there" if count == 1 else f"{there} of {count} {kind} are there"
             if smallest < least / 2:
-                return f"{kind} has {smallest:,} bytes, the first one's had {least:,}"
+                return f"{kind} has {smallest:,} bytes, in the first checkpoint it had {least:,}"
         return ""
 
     def newest(self, checkpoint: FoundCheckpoint, before: FoundCheckpoint | None) -> FoundCheckpoint:
-        """The checkpoint with only the files that were written after `before` was seen, if its names have no number and
-        match several files and the new ones are a checkpoint by themselves. Otherwise it is returned unchanged.
+        """The checkpoint, reduced to the files that were written after `before` was seen. It is reduced only if its
+        names have no number and match several files, and if the new files are a checkpoint by themselves.
         """
         if before is None or checkpoint.number is not None or not self._has_parts:
             return checkpoint
@@ -259,7 +257,7 @@ class Names:
         return newer if newer.files and is_whole else checkpoint
 
     def _last(self, checkpoint: FoundCheckpoint) -> list[str]:
-        """The files that are written last and so show that the others are whole; all files when there are none."""
+        """The files that are written last, which show that the others are whole; all files if no such file exists."""
         if not self._complete:
             return list(checkpoint.files)
         return [
@@ -329,7 +327,7 @@ def _kinds(inner: Mapping[str, str], files: Mapping[str, FileState]) -> dict[str
 
 
 def torn(path: Path) -> str:
-    """Why a file cannot be whole, by its format; empty if it is whole, or if its format does not tell."""
+    """Why a file cannot be whole, by its format; empty if it is whole, or if its format does not show that."""
     with path.open("rb") as file:
         return _checked(file, path.name)[0]
 
@@ -360,7 +358,7 @@ def _checked(file: BinaryIO, name: str) -> tuple[str, bool]:
             whole = size == 8 + length + max(ends, default=0)
         except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             whole = False
-        return ("" if whole else "it is another length than its header says"), True
+        return ("" if whole else "its length is not the one in its header"), True
     if name == PICKLED and head.startswith(b"\x80") and size < MOST_HEADER:
         try:
             for _ in pickletools.genops(head + file.read()):  # parses the pickle without making objects
@@ -372,6 +370,6 @@ def _checked(file: BinaryIO, name: str) -> tuple[str, bool]:
         try:
             json.loads(head + file.read())
         except (ValueError, RecursionError):
-            return "it is no JSON", True
+            return "it is not JSON", True
         return "", True
     return "", False

@@ -1,4 +1,4 @@
-"""Measures how fast nodes reach one another before a command starts, by the torch and NCCL of its own image."""
+"""Measures how fast the nodes reach one another before a command starts, with the command's own torch and NCCL."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from gpufleet.job.command.places import Scripts
 from gpufleet.job.contract.messages import Preflight
 
 PROGRAM = "between.py"
-# torchrun may not be on the path, as in an environment that nobody has activated
+# torchrun may be missing from the path, for example in an environment that is not activated
 LAUNCHER = (
     "if command -v torchrun > /dev/null; then set -- torchrun; elif python3 -c 'import torch' 2> /dev/null; then"
     ' set -- python3 -m torch.distributed.run; else exit {}; fi; exec "$@"'
 )
 NO_TORCH = 3
-FURTHER = 500  # the difference to the command's port, so that the command's ranks never meet those of a pre-flight
+FURTHER = 500  # added to the command's port, so that ranks of the command and of a pre-flight never reach each other
 
 
 def command(scripts: Scripts, values: Mapping[str, str | int]) -> str:
-    """The command line in the command's container, with as many ranks as it has GPUs."""
+    """The command line that runs in the command's container, with one rank per GPU."""
     path = scripts.put(PROGRAM, Path(between.__file__).read_bytes())
     flags = f"--nnodes {values['nodes']} --node-rank {values['node_rank']} --nproc-per-node {values['gpus']}"
     flags += f" --master-addr {values['master']} --master-port {int(values['port']) + FURTHER} --max-restarts 0"
@@ -31,7 +31,9 @@ def command(scripts: Scripts, values: Mapping[str, str | int]) -> str:
 
 
 def read(code: int, lines: Sequence[str], gbps: float, say: Callable[[str], None]) -> Preflight:
-    """The result of the measurement. If it failed, no node is refused. `gbps`: rate of its cards; 0: not known."""
+    """The result of the measurement. If the measurement failed, no node is refused. `gbps`: rate of the node's network
+    cards; 0 if unknown.
+    """
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):
             result = json.loads(line.partition(between.TOLD)[2])
@@ -41,5 +43,5 @@ def read(code: int, lines: Sequence[str], gbps: float, say: Callable[[str], None
                 problems=tuple(between.judge(gb_s, gbps, transport)), between_gb_s=gb_s, transport=transport
             )
     why = "the image has no torch" if code == NO_TORCH else f"it ended with {code}: {''.join(lines[-1:])}"
-    say(f"warning: how fast the nodes reach one another is not known: {why}")
+    say(f"warning: the speed between the nodes is unknown: {why}")
     return Preflight()

@@ -1,7 +1,7 @@
 """A command's output: splits its bytes into lines, and finds the cause of the command's end.
 
-The cause is the first of the command's exceptions after which training did not go on. A launcher's exception is about
-the process that it started, and exceptions of other ranks are about the rank that was lost.
+The cause is the command's first exception after which training did not go on. A launcher's exception is only about the
+process that it started, and the other ranks' exceptions are only about the rank that was lost.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CauseOfEnd:
         self._is_traced = self._is_chained = False
 
     def take(self, line: str, *, tells_step: bool) -> None:
-        """Takes the next line. `tells_step` says whether the line reports a step, so that training goes on."""
+        """Takes the next line. `tells_step`: the line reports a step, so training goes on."""
         self._steps += tells_step
         if self.text and self._steps >= SURVIVED:
             self.text, self._weight = "", 0
@@ -56,7 +56,7 @@ class CauseOfEnd:
             self._is_traced = self._is_chained = False
 
     def _cause(self, line: str) -> tuple[str, int]:
-        """The possible cause of an end in the line, and how certain it is; 0 if the line has none."""
+        """The possible cause of the end in this line, and how certain it is (0 if the line has none)."""
         if match := NCCL.search(line):
             whose = f"rank {match['rank']}'s" if match["rank"] else "a"
             return f"NCCL: {whose} {match['what'] or 'collective'} ran for {int(match['ms']) / 1000:.0f} s", 3
@@ -66,9 +66,9 @@ class CauseOfEnd:
 
 
 class Output:
-    """The command's output. A thread reads it until `close`. Each byte is a sign of life. A line ends at a line feed or
-    a carriage return, and the states of a progress bar are shown from time to time. `line` gets each line without
-    control sequences and tells whether it gives a step.
+    """The command's output. A thread reads it until `close`. Each byte counts as a sign of life. A line ends at a line
+    feed or a carriage return; of a progress bar only some states are shown. `line` gets each line without control
+    sequences and returns whether it reports a step.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Output:
         *lines, self._rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", self._rest + content)
         if len(self._rest) > LONGEST + self._overlap:
             self._rest = self._blank(self._rest)
-        if (cut := len(self._rest) - self._overlap) > LONGEST:  # the rest may begin with a secret
+        if (cut := len(self._rest) - self._overlap) > LONGEST:  # the remaining text may begin with a secret
             lines, self._rest = [*lines, self._rest[:cut]], self._rest[cut:]
         for line in lines:
             self._take_line(line)
@@ -124,7 +124,7 @@ class Output:
     def _take_line(self, line: bytes) -> None:
         text, is_bar = self._blank(line.rstrip(b"\r\n"))[:LONGEST], not line.endswith(b"\n")
         shown = CONTROL.sub("", text.decode("utf-8", "replace"))
-        plain = self._blank(shown.encode()).decode()  # only now may a secret be whole
+        plain = self._blank(shown.encode()).decode()  # only now can a secret be recognised as a whole
         if not plain.strip():
             return
         tells_step = self._line(plain, self.at)

@@ -44,9 +44,9 @@ exec sh -ec {command}
 
 
 class Place(Protocol):
-    """The place of the first process. `poll` tells whether it has started. From then on `alive` gives the ids of the
-    processes below it; `send` sends a named signal to its addressees and returns their number; `kill` ends all and
-    returns whether it could; `world` is processes.world. Each raises GoneError.
+    """The place of the first process. `poll` returns whether that process has started. From then on `alive` gives the
+    ids of the processes below it; `send` sends a named signal to its addressees and returns their number; `kill` ends
+    all and returns whether it could; `world` is processes.world. Each raises GoneError.
     """
 
     def poll(self) -> bool: ...
@@ -67,7 +67,7 @@ class Scripts:
     def __init__(self, workdir: Path) -> None:
         self.folder = workdir / CONTROL / SCRIPTS
         self._waiting: list[tuple[Path, bytes]] = []
-        self._pipe: int | None = None  # text for the first process, which waits for it, while it is written
+        self._pipe: int | None = None  # text for the waiting first process, while it is being written
         self.began = False  # names of scripts that were requested
         self.folder.mkdir(parents=True, exist_ok=True)
         self._own = ForeignFolder(self.folder)
@@ -75,7 +75,7 @@ class Scripts:
         for name in (OUT, NEXT):
             self._own.make_pipe(self.folder / name)
         self._own.write(self.folder / FIRST, FIRST_TEXT.format(folder=shlex.quote(str(self.folder))).encode())
-        # Reading never reaches the end: writers come and go. It never blocks either.
+        # Reading never reaches the end of the pipe, because writers come and go, and it never blocks.
         self.out = self._own.open_pipe(self.folder / OUT, os.O_RDWR)
 
     def run(self, name: str, command: str, environment: Mapping[str, str], start: Path) -> None:
@@ -83,7 +83,7 @@ class Scripts:
         folder, quoted = shlex.quote(str(self.folder)), shlex.quote(str(start))
         text = STEP_TEXT.format(folder=folder, name=name, start=quoted, command=shlex.quote(command))
         self._own.write(self.folder / f"{name}.sh", text.encode())
-        self._own.write(self.folder / f"{name}.code", b"", 0o666)  # an image's user need not be root
+        self._own.write(self.folder / f"{name}.code", b"", 0o666)  # an image's user may be another one than root
         self._own.make_pipe(self.folder / f"{name}.env")
         self.began = False
         self._let_go()
@@ -96,7 +96,7 @@ class Scripts:
         return self.folder / name
 
     def offer(self) -> None:
-        """Writes as much into each waiting pipe as the pipe takes. Raises GoneError when a pipe has been replaced."""
+        """Writes into each waiting pipe as much as it takes. Raises GoneError if a pipe has been replaced."""
         while self._waiting:
             path, content = self._waiting[0]
             try:
@@ -111,7 +111,7 @@ class Scripts:
                 if error.errno == errno.ENXIO:  # nobody reads it yet
                     return
                 raise GoneError(
-                    f"{path.name}, the pipe by which the first process is told what to run, was replaced: {error}"
+                    f"{path.name}, the pipe from which the first process reads what to run, was replaced: {error}"
                 ) from None
             self._waiting[0] = path, content
             if not content:
@@ -120,7 +120,7 @@ class Scripts:
                 self.began = not self._waiting
 
     def code(self, name: str) -> int | None:
-        """The exit code of a script, as in a shell; None while it runs or has not begun."""
+        """The exit code of a script, as in a shell; None if the script runs or has not begun."""
         with suppress(OSError), self._own.open(self.folder / f"{name}.code") as file:
             digits = file.read(16)
             if digits.endswith(b"\n"):
@@ -148,7 +148,7 @@ class NodeContainer:
         Container(number=self._number).write(self._folder)
 
     def answer(self) -> Contained | None:
-        """The node's answer about the container; None if there is none yet."""
+        """The node's answer about the container; None if the node has not answered yet."""
         answer = Contained.read(self._folder)
         return answer if answer is not None and answer.number == self._number else None
 
@@ -197,7 +197,7 @@ class WatchedContainer(NodeContainer):
 
     def _ask(self, question: str) -> Any:
         if self._watcher is None:
-            raise GoneError("nobody watches it")
+            raise GoneError("its processes are not watched")
         try:
             self._watcher.sendall(f"{question}\n".encode())
             answer = b""

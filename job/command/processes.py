@@ -25,11 +25,11 @@ PROC = Path("/proc")
 KNOWN = (PROC / "self" / "stat").exists()
 ADOPT, DIE_WITH_PARENT = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG: linux/prctl.h; kept across execve
 EXITING = 0x4  # PF_EXITING in a process's flags: linux/sched.h
-GONE_S = 10.0  # seconds for killed processes to end; a process that waits for a lost GPU does not end
+GONE_S = 10.0  # seconds for killed processes to end; a process that waits for a lost GPU may never end
 KILLED = 137
-SOCKET = "socket"  # a socket in this folder answers questions
+SOCKET = "socket"  # a socket of this name in the folder answers questions
 ANSWER_S = 60.0
-# the first process's id, in a rehearsal, whose containers share the machine's ids
+# holds the first process's id, in a rehearsal, whose containers share the machine's ids
 FIRST_PROCESS = "GPUFLEET_FIRST_PROCESS"
 # Variables by which torchrun, accelerate, DeepSpeed and Lightning, then Open MPI, MVAPICH, MPICH and Intel MPI give a
 # rank the number of ranks, its own, and both within its node; the first that is set counts.
@@ -37,20 +37,20 @@ SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
 RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
 LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-# set in the process that `accelerate launch` starts by itself
+# variables of the process of an `accelerate launch` that starts only one and gives it no rank
 BY_ACCELERATE = {"ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_MODE"}
 
 
 def descendants(first: int) -> list[int]:
-    """Processes below `first`, parents before children, without zombies. /proc is read once: a process that loses its
-    parent in between would seem to be nobody's child.
+    """Processes below `first`, parents before children, without zombies. /proc is read only once: a process that lost
+    its parent between two reads would look like nobody's child.
     """
     return _walk(first) or _walk(first)
 
 
 def alive(first: int) -> list[int]:
-    """Processes below `first` that have not begun to exit. A process that exits closes its files before it is gone. So
-    a closed file does not prove that a process which ended meanwhile has finished its save.
+    """Processes below `first` that have not begun to exit. An exiting process closes its files before it is gone, so a
+    closed file does not prove that its process has finished the save.
     """
     return [pid for pid in descendants(first) if not _is_exiting(pid)]
 
@@ -99,7 +99,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 def survives(pid: int, number: int) -> bool:
-    """Whether the process catches, ignores or awaits the signal; otherwise the signal ends it, and it saves nothing."""
+    """Whether the process catches, ignores or awaits the signal. If not, it ends and saves nothing."""
     return _is_in_mask(pid, number, "SigCgt:", "SigBlk:", "SigIgn:")
 
 
@@ -115,10 +115,10 @@ def _is_in_mask(pid: int, number: int, *masks: str) -> bool:
 def addressees(first: int, number: int) -> list[int]:
     """The processes below `first` to which a signal should be sent.
 
-    A process that catches the signal is responsible for its children. A script's data loaders get none: one that died
-    of the signal would make the save fail. The ranks of a launcher get the signal directly, because torchrun would pass
-    it on to everything below them, data loaders included. A process that does not catch it, such as a shell, gets it
-    together with its children, except USR1 and USR2, which would only end it.
+    If a process catches the signal, it gets it and its children do not: a data loader that died of the signal would
+    make the script's save fail. The ranks of a launcher get the signal directly, because torchrun would pass it on to
+    everything below them, data loaders included. If a process does not catch the signal, such as a shell, it gets the
+    signal and the same rules apply to its children; USR1 and USR2 would only end such a process and are not sent to it.
     """
     if not KNOWN:
         return descendants(first)
@@ -141,7 +141,7 @@ def addressees(first: int, number: int) -> list[int]:
 
 
 def _rank(pid: int) -> bytes | None:
-    """The process's rank from its launcher; None without one."""
+    """The rank that the launcher has given to the process; None if there is none."""
     variables = [
         variable for variable in _read(pid, "environ").split(b"\0") if variable.startswith((b"LOCAL_RANK=", b"RANK="))
     ]
@@ -227,7 +227,7 @@ def kill(first: int) -> bool:
 
 
 def adopt_orphans() -> None:
-    """From now on an orphaned descendant becomes this process's child, as in a container."""
+    """Makes orphaned descendants children of this process from now on, as in a container."""
     _prctl(ADOPT, 1)
 
 
@@ -283,7 +283,7 @@ def connect(folder: Path) -> socket.socket:
 
 
 def _reach(folder: Path, act: Callable[[str], object]) -> None:
-    """Calls `act` with a short address of the socket: the kernel takes 107 bytes, the path may be longer."""
+    """Calls `act` with a short address of the socket: the kernel allows 107 bytes, and the path may be longer."""
     at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         act(f"/proc/self/fd/{at}/{SOCKET}" if KNOWN else str(folder / SOCKET))
@@ -292,6 +292,6 @@ def _reach(folder: Path, act: Callable[[str], object]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "watch":  # in its container, process 1 is the command's
+    if sys.argv[1] == "watch":  # in its container, process 1 is the command's first process
         watch(Path(sys.argv[2]), int(os.environ.get(FIRST_PROCESS, 1)))
     sys.exit(guard(int(sys.argv[1]), sys.argv[2:]))

@@ -1,8 +1,8 @@
 """Reads a command's progress: from lines to steps, and from steps to metrics.jsonl.
 
-Not every line with a step belongs to the training. It ignores lines of another progress bar (by its words or its
-total), lines that go back or jump, and all lines once steps have passed the declared last one. If no line remains, the
-names of whole checkpoints give the steps.
+Not every line with a step belongs to the training. The reader ignores lines of another progress bar (recognised by
+words or total), lines whose step goes back or jumps, and all lines once steps have passed the declared last one. If no
+line remains, the names of whole checkpoints give the steps.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from gpufleet.job.gpus import Sampler
 from gpufleet.job.kind.command import PHASE, CommandConfig
 from gpufleet.job.measured import WARM_UP
 
-FLUSH_S = 1.0  # seconds between two lines of metrics.jsonl
-MOST_READ = 4 * 1024 * 1024  # bytes of the progress file that are read at once; a longer line is ignored
-JUMP = 100  # a step that is further ahead than this many logging intervals is not believed at once
+FLUSH_S = 1.0  # seconds between two writes to metrics.jsonl
+MOST_READ = 4 * 1024 * 1024  # most bytes of the progress file that are read at once; a longer line is ignored
+JUMP = 100  # a step that is more than this many logging intervals ahead is not believed at once
 REMEMBERED = 2000
-SLACK = 0.02  # share by which totals and last steps may differ from the declared ones
+SLACK = 0.02  # totals and last steps may differ from the declared ones by this share
 
 
 class Metrics:
@@ -44,7 +44,7 @@ class Metrics:
         self._path = path
 
     def resume(self, step: int) -> int | None:
-        """Cuts off the lines after `step`. The usual number of steps between lines; None if unknown."""
+        """Cuts off the lines after `step`. Returns the usual number of steps between lines; None if unknown."""
         with suppress(FileNotFoundError):
             lines = self._path.read_bytes().splitlines(keepends=True)
             kept_lines = [(line, record) for line in lines if (record := metrics.line(line)) and record["step"] <= step]
@@ -56,22 +56,22 @@ class Metrics:
         return None
 
     def append(self, record: dict[str, Any]) -> None:
-        """Appends a line; a full disk is no error."""
+        """Appends a line; ignores a full disk."""
         with suppress(OSError), self._path.open("ab") as file:
             file.write(metrics.write(record))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToldProgress:
-    """The progress that lines had shown by a moment. `step` is the run's; None if no line has given one."""
+    """The progress that lines had shown by some moment. `step` is a step of the run; None if no line has given one."""
 
     step: int | None
     counting: Counting
 
 
 class StepReader:
-    """The command's steps, from its output or from its file. `first` is the first position of this start; `at` is when
-    a line last gave a step.
+    """Reads the command's steps from its output or from its file. `first` is the first position of this start; `at` is
+    the time when a line last gave a step.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class StepReader:
         opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb"),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`note` gets a sentence about ignored lines; `alarm` gets a name and a sentence if a loss is not a number;
-        each only once. `opened` opens the progress file, and raises OSError.
+        """`note` gets a sentence about ignored lines; `alarm` gets a name and a sentence if a loss is not a number.
+        Each sentence comes only once. `opened` opens the progress file, and raises OSError.
         """
         self._opened, self._clock = opened, clock
         self._metrics, self._config, self._note, self._alarm, self._gpus = metrics, config, note, alarm, gpus
         self._patterns = Patterns(config.patterns)
-        self._longest = 0  # total of several bars, if the definition declares none
+        self._longest = 0  # the largest total of the bars, used if the definition declares none
         self._lock = threading.Lock()
         self.step = self._began = self._offset = self._saved = 0
         self.first: Position | None = None
@@ -107,8 +107,8 @@ class StepReader:
         self._flushed = 0.0
         self._events: list[str] = []
         self._saves: list[tuple[Save, float]] = []  # each save with the time of its last file
-        self._blocked_s: float | None = None  # for the newest save with a known duration
-        self._timed: tuple[float, int] | None = None  # up to where metrics.jsonl has step times
+        self._blocked_s: float | None = None  # how long the newest save with a known duration has blocked the training
+        self._timed: tuple[float, int] | None = None  # time and step up to which metrics.jsonl has step times
         self._told_at: tuple[float, int] | None = None  # time and step of the newest line
         self._doubted: int | None = None
         self._beyond: set[int] = set()
@@ -118,7 +118,7 @@ class StepReader:
         self._offset_of_file = 0
 
     def begin(self, restored: Commit | None, file: Path) -> None:
-        """Begins a start from the restored checkpoint. `file` has the JSON lines, also those of earlier starts."""
+        """Begins a start from the restored checkpoint. `file` contains JSON lines, also those of earlier starts."""
         step = 0 if restored is None else restored.step
         with self._lock:
             self._flush(self._clock())
@@ -145,7 +145,7 @@ class StepReader:
 
     @property
     def spread(self) -> int:
-        """How many steps may be done after the newest line."""
+        """The number of steps that may have been done after the newest line."""
         told_in_epochs = self.counting.unit == "step" and "step" not in self._config.groups
         return max(1, self.interval or 0, (self.counting.batches or 0) if told_in_epochs else 0)
 
@@ -160,7 +160,7 @@ class StepReader:
 
     @property
     def is_believed(self) -> bool:
-        """Whether a line of this start gave a step, and none showed that it counts something else."""
+        """Whether a line of this start gave a step, and no line has shown that lines count something else."""
         return self._is_told and not self._counts_else
 
     def told_by(self, moment: float) -> ToldProgress:
@@ -177,9 +177,9 @@ class StepReader:
             self._events.append(text)
 
     def saved(self, save: Save, written: float, *, is_counted: bool) -> None:
-        """Adds a save to a later line of metrics.jsonl. It is written when a step has come after `written`, which shows
-        how long the command stood still for the save. If no line gives steps, a save with a number in its name
-        (`is_counted`) is a step itself.
+        """Adds a save to a later line of metrics.jsonl. That line is written once a step has come after `written`,
+        because only then it is known how long the save has blocked the training. If no line gives steps, a save with a
+        number in its name (`is_counted`) counts as a step.
         """
         with self._lock:
             self._saves.append((save, written))
@@ -190,7 +190,7 @@ class StepReader:
                 self._pending = {**self._pending, "step": save.step}
 
     def line(self, text: str, at: float) -> bool:
-        """Reads a printed line; returns whether it gives a step of the training."""
+        """Reads a printed line. Returns whether the line reports a step of the training."""
         line = self._patterns.read(text)
         return line is not None and self._take(line, at)
 
@@ -218,7 +218,7 @@ class StepReader:
             self._flush(self._clock(), last=True)
 
     def _take(self, line: OutputLine, at: float) -> bool:
-        """Takes a line; returns whether it gives a step of the training."""
+        """Takes a line. Returns whether the line reports a step of the training."""
         with self._lock:
             accepted = line.place is not None and self._accept(line, line.place, at)
             if line.place is not None and not accepted:
@@ -253,7 +253,7 @@ class StepReader:
             self._remember(place, at, is_newest=True)
             return False
         if self._config.resume.check == "none" and self.first is None and position < self._began - self.spread:
-            self._offset = self._began  # the user declared that it resumes: it counts this start's steps
+            self._offset = self._began  # `resume.check: none`: after a resume the command counts this start's steps
         position += self._offset
         if self._is_beyond(line, position):
             return False
@@ -275,8 +275,8 @@ class StepReader:
             self._history.append((at, self.step if self._is_told else None, self.counting))
 
     def _is_of_training(self, line: OutputLine) -> bool:
-        """Whether the bar belongs to the training, by its words and by its total, which must be the declared total,
-        else the largest.
+        """Whether the bar belongs to the training: its words must fit, and its total must be the declared one or, if
+        none is declared, the largest.
         """
         if line.is_other:
             return False
@@ -287,8 +287,8 @@ class StepReader:
                 if self.first is None:
                     self._say_once(
                         "total",
-                        f"a line tells {line.total:,} in all, job.work has {declared:,}: it is not taken for the"
-                        f" training's: {line.text.strip()[:160]}",
+                        f"a line shows a total of {line.total:,}, but job.work has {declared:,}, so the line does not"
+                        f" count as the training's: {line.text.strip()[:160]}",
                         self._note,
                     )
                 return False
@@ -306,8 +306,8 @@ class StepReader:
         self._beyond.add(position)
         self._say_once(
             "beyond",
-            f"a line tells {self._config.unit} {position:,} of {total:,}, so job.progress.stdout reads something else;"
-            f" checkpoints tell how far it is: {line.text.strip()[:160]}",
+            f"a line shows {self._config.unit} {position:,} of {total:,}, so job.progress.stdout reads another number;"
+            f" only checkpoints count as progress: {line.text.strip()[:160]}",
             self._note,
         )
         if len(self._beyond) > 1:
@@ -328,7 +328,7 @@ class StepReader:
         far = JUMP * (self.interval or 0)
         if len(self._gaps) >= 3 and ahead > far and not 0 <= step - (self._doubted or step + 1) <= far:
             self._say_once(
-                "jump", f"steps jump from {self.step:,} to {step:,}: ignored unless others follow", self._note
+                "jump", f"steps jump from {self.step:,} to {step:,}: ignored unless more steps follow", self._note
             )
             self._doubted = step
             return False
@@ -352,7 +352,7 @@ class StepReader:
             self._events.append(text)
 
     def _flush(self, now: float, *, last: bool = False) -> None:
-        """Writes records that are due. With `last` it writes also those that wait for a later step."""
+        """Writes the records that are due. With `last` it also writes those that wait for a later step."""
         saves = [self._told_save(save, at) for save, at in self._saves if last or at < self.at]
         if "step" not in self._pending and not (last and saves and self.step):
             return
@@ -370,8 +370,8 @@ class StepReader:
         self._pending, self._events = {}, []
 
     def _step_time(self) -> dict[str, float]:
-        """step_ms, from the times of the lines since the last line of metrics.jsonl; empty during the warm-up, and when
-        the command has evaluated in between.
+        """The entry step_ms, from the times of the lines since the last line of metrics.jsonl. Empty during the
+        warm-up, and if the command has evaluated in between.
         """
         if self._timed is None or not self._seen or self._seen[-1][1] <= self._timed[1]:
             return {}
@@ -380,8 +380,9 @@ class StepReader:
         return {} if "val_loss" in self._pending else {"step_ms": round((at - since) * 1000 / (step - known), 3)}
 
     def _told_save(self, save: Save, written: float) -> dict[str, Any]:
-        """The save in the form of metrics.jsonl. It has blocked training for the time between the steps around it that
-        the steps themselves do not explain. The last save of a stop is assumed to take as long as an earlier one.
+        """The save in the form of metrics.jsonl. The time that it has blocked the training is the time between the
+        steps around it, less the time that those steps usually take. The last save before a stop is assumed to take as
+        long as an earlier one.
         """
         blocked_s, pace = save.blocked_s if self._blocked_s is None else self._blocked_s, self._pace()
         around = next(((a, b) for a, b in pairwise(self._seen) if a[0] <= written < b[0]), None)
@@ -391,6 +392,6 @@ class StepReader:
         return asdict(replace(save, blocked_s=round(blocked_s, 3)))
 
     def _pace(self) -> float | None:
-        """The median seconds of a step; None: not known."""
+        """The median seconds of a step; None if unknown."""
         paces = [(at - since) / (step - known) for (since, known), (at, step) in pairwise(self._seen)]
         return median(paces) if len(paces) >= 3 else None

@@ -3,9 +3,9 @@
 | The start has | Verdict |
 |---|---|
 | written a checkpoint with a lower number than the restored one | begins anew |
-| written the restored checkpoint again, and no line shows that it goes on | begins anew |
-| shown a position before the one that lines showed when the checkpoint was begun | begins anew |
-| shown a position after it that no start without a checkpoint shows first | goes on |
+| written the restored checkpoint again, and no line shows that the start goes on | begins anew |
+| printed a position before the one that lines showed when the checkpoint was begun | begins anew |
+| printed a position after it that no start without a checkpoint prints first | goes on |
 | written the checkpoint that `checkpoint.every` makes the next one, and none before it | goes on |
 | done none of these | not shown |
 
@@ -33,21 +33,20 @@ class ResumeCheck:
     def __init__(
         self, config: CommandConfig, restored: Commit, checkpoint: FoundCheckpoint | None, counting: Counting
     ) -> None:
-        """`checkpoint` has the files that were put back; `counting` is what its commit has kept about the lines."""
+        """`checkpoint` has the files that were put back; `counting`: what its commit has kept about the lines."""
         self.verdict: Verdict = "not shown"
         self.why = "it has printed no step and saved nothing yet"
         self._config, self._restored, self._checkpoint, self._counting = config, restored, checkpoint, counting
         self._interval, total = counting.interval or 1, config.total
-        # A count from 0 ends one lower. After the last due line no other comes.
+        # If steps count from 0, the last one is one less. After the last step that is due for a line, no other line
+        # comes.
         last = total - (config.unit == "step") if total is not None else None
         self.is_done = last is not None and (restored.step >= last or restored.step + self._interval > last + 1)
         self._reads_lines = not self.is_done and config.stages < 2
 
     @property
     def expects_lines(self) -> bool:
-        """Whether a line had shown a position when the checkpoint was begun, with which a later position can be
-        compared.
-        """
+        """Whether a line had shown a position when the checkpoint was begun, with which later ones are compared."""
         return self._counting.newest is not None and self._reads_lines
 
     @property
@@ -56,8 +55,8 @@ class ResumeCheck:
         return self.verdict == "not shown"
 
     def look(self, anew: Iterable[FoundCheckpoint], first: Position | None, *, is_over: bool = False) -> Verdict:
-        """The verdict, from the checkpoints that this start has written and from its first position. `is_over`: the
-        start has ended, and nothing more comes.
+        """Judges by the checkpoints that this start has written and by its first position. `is_over`: the start has
+        ended, and nothing more comes.
         """
         if self._config.resume.check == "none":
             self.verdict, self.why = "not looked at", "job.resume.check is none"
@@ -73,9 +72,9 @@ class ResumeCheck:
         elif by_lines == "begins anew":
             self._settle("begins anew", f"the command began at {position}")
         elif by_lines == "goes on":
-            self._settle("goes on", f"its first line tells {position}")
+            self._settle("goes on", f"its first line shows {position}")
         elif again and again.number and self._reads_lines and (is_over or first or not self.expects_lines):
-            # A start that continues within its epoch writes number 0 again too.
+            # A start that resumes within its epoch also writes number 0 again.
             self._settle("begins anew", f"the command wrote {place(again)} again")
         elif again is None and after is not None:
             self._settle("goes on", f"its first checkpoint is {place(after)}")
@@ -111,7 +110,7 @@ class ResumeCheck:
         return before, again, after
 
     def _lines(self, first: Position | None) -> tuple[Verdict, str]:
-        """What the first line shows, and its place in words."""
+        """The verdict that the first line alone allows, and the line's position in words."""
         if first is None:
             return "not shown", ""
         newest, fresh = self._counting.newest or Position(), self._counting.first or Position()
@@ -132,23 +131,25 @@ class ResumeCheck:
         self.verdict = verdict
         named = f" ({place(self._checkpoint)})" if self._checkpoint is not None and self._checkpoint.counts else ""
         restored = f"checkpoint of {self._config.unit} {self._restored.step:,}{named} was restored"
-        or_anew = "; if it goes on and counts anew, write job.resume.check: none"
+        or_anew = "; if it resumes but counts from the beginning, write job.resume.check: none"
         does = f": it does not resume{or_anew}" if verdict == "begins anew" else ""
         self.why = f"{restored} and {fact}{does}"
 
     def _what_would_show(self, lines: str) -> str:
-        names = " or names with {step} or {epoch}, and checkpoint.every in the same" if self._checkpoint else ""
+        names = (
+            " So would checkpoint names with {step} or {epoch}, and checkpoint.every in the same unit"
+            if self._checkpoint
+            else ""
+        )
         if self.is_done:
             return "all of its work was done when that checkpoint was made"
         if self._config.stages > 1:
-            return "the command trains twice, and each stage counts by itself: make two stacks of them"
+            return "the command trains twice, and each training counts its own steps: make a stack for each"
         if not lines:
-            return f"no line of this start told a step: a line that tells it{names} would show it"
+            return f"no line of this start showed a step; such a line would show whether it resumes.{names}"
         if self._counting.newest is None:
-            return (
-                f"its first line tells {lines}, and no line before that checkpoint told any: a later one would show it"
-            )
+            return f"its first line shows {lines}, but no line before that checkpoint showed a position to compare with"
         return (
-            f"its first line tells {lines}, which a start without a checkpoint may tell as well: an interruption after"
-            " a later checkpoint would show it"
+            f"its first line shows {lines}, but a start without a checkpoint may show that too: try an interruption"
+            " after a later checkpoint"
         )

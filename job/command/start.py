@@ -22,11 +22,12 @@ from gpufleet.job.contract.messages import Observed
 from gpufleet.job.contract.workdir import SCALARS
 from gpufleet.job.kind.command import CommandConfig
 
-LOOK_S = 1.0  # between two looks at its files once its resume is judged, and between two writes of observed.json
+# seconds between two looks at the files once the resume is judged, and between two writes of observed.json
+LOOK_S = 1.0
 
 
 class CommandStart:
-    """One start from its restored checkpoint on. Call `look` often, and `judge` when no process of it is left."""
+    """One start, from its restored checkpoint on. Call `look` often, and `judge` when none of its processes is left."""
 
     def __init__(
         self,
@@ -55,15 +56,15 @@ class CommandStart:
         self._observed, self._observed_at, self._looked_at = Observed(), 0.0, 0.0
 
     def begin(self) -> None:
-        """Notes that the command is about to be started: files that the set-up has written are not the command's."""
+        """Notes that the command is about to be started: files of the set-up are not the command's."""
         self._output.begin()
         self.began, saved = self._clock(), self._checkpoints
         self._search = Search(self._config, saved.names, self._folders, saved.folder, self.began, saved.moment)
 
     @property
     def refusal(self) -> str:
-        """Why no further start can help: the command does not go on from the checkpoint, or each node trains alone. It
-        is empty as long as neither has been shown.
+        """Why no further start can help: the command does not resume from the checkpoint, or each node trains alone.
+        Empty as long as neither is shown.
         """
         resumption = self._resumption
         return self.meeting.why or (
@@ -71,10 +72,7 @@ class CommandStart:
         )
 
     def look(self, *, commit: bool = True) -> str:
-        """Looks at files and lines; returns the reason to end the start, or an empty text.
-
-        With `commit`, saves may be committed.
-        """
+        """Looks at files and lines. Returns the reason to end the start, or "". `commit`: saves may be committed."""
         checkpoints, now = None, self._clock()
         if self._resumption is not None and (self._resumption.is_open or now >= self._looked_at + LOOK_S):
             checkpoints, self._looked_at = self._checkpoints.find(), now
@@ -85,8 +83,8 @@ class CommandStart:
 
     def _counts(self, *, is_over: bool = False) -> bool:
         """Whether a save now belongs to this run. It does not if the start begins anew. If only lines give the step of
-        a file that is overwritten, the save does not belong to the run before lines have shown that the start goes on.
-        `is_over` says whether the command has ended well, so that no more lines come.
+        an overwritten file, the save belongs to the run only once lines have shown that the start resumes. `is_over`:
+        the command has ended well, so no more lines come.
         """
         resumption = self._resumption
         if resumption is None or not self._config.checkpoint.rewritten or self._config.resume.check == "none":
@@ -152,10 +150,7 @@ class CommandStart:
         return False
 
     def observe(self, *, is_over: bool = False) -> Observed | None:
-        """New observations of this start, else None.
-
-        With `is_over` it returns all of them, because nothing more comes.
-        """
+        """New observations of this start, or None. `is_over`: returns all of them, because nothing more comes."""
         now = self._clock()
         if now < self._observed_at + LOOK_S and not is_over:
             return None

@@ -1,4 +1,4 @@
-"""Decides how a command is asked to stop: by a signal or not, when, and how long the host waits."""
+"""Decides whether a command is asked to stop by a signal, when, and how long the host waits."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from gpufleet.job.contract import done as ends
 from gpufleet.job.contract.messages import Stop
 from gpufleet.job.kind.command import CommandConfig
 
-LAST_S = 3.0  # seconds before the machine goes away at which an unfinished save is given up
-BY_HAND_S = 1740.0  # a minute less than the supervisor waits when there is no hurry
+LAST_S = 3.0  # an unfinished save is given up so many seconds before the machine goes away
+BY_HAND_S = 1740.0  # one minute less than the supervisor waits if a stop has no deadline
 
 
 class Leaving:
-    """One stop. `signalled`: the signal was sent. `ended`: the reason when the command was killed for lack of time."""
+    """One stop of the command. `signalled`: the signal was sent. `ended`: why the command was killed, or ""."""
 
     def __init__(self, config: CommandConfig, stop: Stop, now: float, newest: int) -> None:
         self.signalled, self.ended = False, ""
         self._config, self._stop, self._asked_at, self._newest = config, stop, now, newest
         saves, rules = config.saves_on_signal, config.stop
         by_hand = stop.reason == ends.STOPPED
-        # If the command does not save on a signal, or not in time, it is not signalled, because it may still save by
-        # itself.
+        # A command that does not save on a signal, or not in time, gets no signal, because it may still save by itself.
         late = stop.deadline is not None and not stop.save
         self._waits = late or (saves is False and (stop.deadline is not None or by_hand))
         if stop.deadline is not None:
@@ -49,10 +48,10 @@ class Leaving:
         send: Callable[[str], None],
         say: Callable[[str], None],
     ) -> str:
-        """Sends the signal when it is time; returns the reason to kill the command now, empty while the host waits.
+        """Sends the signal when it is time. Returns the reason to kill the command now; empty while the host waits.
 
-        `saving`: a checkpoint is being written. `committed` is the newest commit; `on_signal` says whether the command
-        made it because of the signal.
+        `saving`: a checkpoint is being written. `committed`: the newest commit. `on_signal`: the command made that
+        commit because of the signal.
         """
         if not self.signalled and not self._waits and not saving():
             self.signalled = True
@@ -64,5 +63,5 @@ class Leaving:
             self.ended = "its checkpoint is whole, and the machine goes away"
         elif now >= self._until:
             gone = "the machine goes away" if self._stop.deadline is not None else "its save took too long"
-            self.ended = "it did not leave in time" if self.signalled else gone
+            self.ended = "it did not stop in time" if self.signalled else gone
         return self.ended

@@ -10,14 +10,15 @@ from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.gpus import Sampler
 
 ASK_S = 60.0  # seconds between two looks at GPUs and folders
-ALIVE_S = 300.0  # seconds of silence after which the host tells the supervisor that it is watching
-IDLE_S = 1800.0  # seconds without use after which a warning says what the idle GPUs have cost
-LATE = 3  # a checkpoint is late after this many times its interval
-FIRST_LATE_S = 1800.0  # the same when the interval is in steps and their time is not known
+ALIVE_S = 300.0  # after so many seconds without output, the host reports to the supervisor that the command still works
+IDLE_S = 1800.0  # after so many seconds without use of a GPU, a warning says what the idle GPUs have cost
+LATE = 3  # a checkpoint is late after this multiple of its interval
+# a checkpoint is late after so many seconds if its interval is in steps and the time of a step is unknown
+FIRST_LATE_S = 1800.0
 
 
 class StartWatch:
-    """The watch over one start. `spent` gives the dollars so far, None if unknown. `folders` are below `own`."""
+    """Watches one start. `spent` gives the dollars so far, None if unknown. `folders` are below `own`."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class StartWatch:
         self._idle_told = self._late_told = False
 
     def stuck(self, output_at: float, step_at: float) -> str:
-        """Why the command counts as stuck: no byte, step or file for too long, and no GPU in use. Else empty."""
+        """Why the command counts as stuck: no output, step, file or use of a GPU for too long. Empty if it does not."""
         now = self._clock()
         quiet = now - max(self._began, output_at, step_at)
         if quiet < ALIVE_S and quiet < self._silence_s / 2:
@@ -53,7 +54,7 @@ class StartWatch:
         used_at = self._gpus.used_at if self._busy() is not None and self._gpus is not None else 0.0
         quiet = min(quiet, now - max(self._written_at, used_at))
         if quiet >= self._silence_s:
-            return f"no output, no step, no file for {quiet / 60:.0f} min" + (", and no GPU used" if used_at else "")
+            return f"no output, no step, no file for {quiet / 60:.0f} min" + (", and no GPU in use" if used_at else "")
         if now >= self._said_at + ALIVE_S:
             self._said_at = now
             busy = "" if (use := self._busy()) is None else f"; a GPU is {use:.0f} % busy"
@@ -79,7 +80,7 @@ class StartWatch:
         self._late_told = late
 
     def _busy(self) -> float | None:
-        """Percent of the busiest GPU now; None if unknown."""
+        """How busy the busiest GPU is now, in percent; None if unknown."""
         return None if self._gpus is None or self._gpus.now is None else self._gpus.now.busiest
 
     def _warn(self, text: str) -> None:
@@ -87,7 +88,7 @@ class StartWatch:
         self._note(text)
 
     def _look_at_files(self) -> tuple[int, int]:
-        """A value that changes when the command writes a file. It uses no clock, which somebody may set."""
+        """A value that changes when the command writes a file. It does not depend on a clock, which may be set."""
         count = times = 0
         for folder in self._folders:
             for _, look in self._own.files(folder):

@@ -1,3 +1,1 @@
-"""Typed documents that one process writes and another process reads: each document's reader stands beside its
-writer.
-"""
+"""Typed documents that one process writes and another one reads: each document's reader stands beside its writer."""

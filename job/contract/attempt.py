@@ -17,10 +17,10 @@ from typing import Annotated, Any
 from gpufleet.job.contract import environment, reading
 from gpufleet.job.contract.reading import DoubtError, Fields, Moment, Seconds, Step, epoch, iso
 
-SUPERSEDED = "fallback"  # the exit's reason of a spot node whose run continues on demand
+SUPERSEDED = "fallback"  # reason of the exit of a spot node whose run continues on demand
 SLOW = "slow"  # the end of a node for which others wait so long that a replacement is cheaper
 UNREAD = ("attempt", "supervised_at", "ranks", "machine", "compiled")  # fields that no other node reads
-Aside = Callable[[str], None]  # gets a sentence about each value set aside
+Aside = Callable[[str], None]  # gets a sentence about each value that is set aside
 
 
 def _time(value: Any) -> str:
@@ -45,13 +45,13 @@ class Node:
     type: str
     zone: str
     launched_at: float
-    pulled_s: str = ""  # seconds that the node took to pull its images; empty: not known
-    address: str = ""  # the address at which the run's other nodes reach this one; empty: there are no others
-    capacity: str = ""  # spot or on-demand; empty: the run's
+    pulled_s: str = ""  # seconds that the node took to pull its images; empty if unknown
+    address: str = ""  # the address at which the run's other nodes reach this node; empty if there are none
+    capacity: str = ""  # spot or on-demand; empty if it is the run's
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str], now: float) -> Node:
-        """The node in the container's environment; without one, a node called `local` that starts now."""
+        """The node in the container's environment; if there is none, a node called `local` that starts now."""
         launched = epoch(variables.get(environment.LAUNCHED_AT, ""))
         return cls(
             instance=variables.get(environment.INSTANCE_ID, "local"),
@@ -66,9 +66,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat: the training's position, and the cost of attempt and run by then. None means that the figure was not
-    known then.
-    """
+    """A heartbeat: the training's position, and the cost of attempt and run by then. None: unknown at that time."""
 
     ts: str = ""  # UTC, ISO
     step: Step = 0
@@ -106,7 +104,7 @@ class Exit:
     reason: str
     notice: bool = False  # whether AWS gave notice
     at: str | None = None  # UTC, ISO
-    ends_at: str | None = None  # the time in AWS's notice
+    ends_at: str | None = None  # the time of the end in AWS's notice
 
     def to_json(self) -> dict[str, Any]:
         tree = asdict(self)
@@ -129,7 +127,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the supervisor finds on its node. None means not known, or absent."""
+    """What the supervisor finds on its node. None means unknown or absent."""
 
     gpu: str | None = None
     gpu_count: int = 0
@@ -142,17 +140,17 @@ class Hardware:
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """attempts/<instance>.json. None, or an empty text, means not known (yet), and is not written."""
+    """attempts/<instance>.json. None or an empty text means not known (yet), and is not written."""
 
     # Fields of the node.
     instance: str = ""
     type: str = ""
     zone: str = ""
-    capacity: Market = ""  # empty: the run's
+    capacity: Market = ""  # empty if it is the run's
     launched_at: Time = ""
     booted_at: str = ""
     manifest_at_boot: Key | None = None  # key of the newest manifest at boot
-    # The ends of other nodes in epoch seconds, kept because AWS forgets them. For a node without a record the launch is
+    # When other nodes ended, in epoch seconds, kept because AWS forgets it. For a node without a record the launch is
     # kept too.
     ended: Mapping[str, Moment] = field(default_factory=dict)
     untold: Mapping[str, Moment] = field(default_factory=dict)
@@ -165,7 +163,7 @@ class AttemptRecord:
     resumed_step: Step | None = None
     started_s: Decimal | None = None  # seconds from launch to the trainer's first step
     rung: int | None = None
-    floor: int | None = None  # the rung to begin at: memory ran out on the one above
+    floor: int | None = None  # the rung at which to begin: memory ran out on the one above
     results: bool = False  # a later stage has left results
     reclaimed: Mapping[str, bool] = field(default_factory=dict)  # whether AWS took each earlier node, by instance
     preflight: Mapping[str, Any] | None = None  # as in messages.Preflight
@@ -176,7 +174,7 @@ class AttemptRecord:
 
     @property
     def launched(self) -> float:
-        """Epoch seconds of the launch; 0: unknown."""
+        """Epoch seconds of the launch; 0 if unknown."""
         return epoch(self.launched_at) or epoch(self.booted_at) or 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -202,7 +200,7 @@ class AttemptRecord:
 
 
 def last_beat(lines: bytes | None, aside: Aside) -> Beat | None:
-    """The newest credible heartbeat of a file; None without one."""
+    """The newest credible heartbeat of a file; None if there is none."""
     for line in reversed((lines or b"").splitlines()):
         try:
             return Beat.from_json(reading.parse(line))

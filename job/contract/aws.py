@@ -1,6 +1,4 @@
-"""AWS's rules on which node, supervisor and bill all rely; the embedded AWS states these rules separately, for
-comparison.
-"""
+"""AWS's rules on which node, supervisor and bill rely; the embedded AWS states them separately, for comparison."""
 
 from __future__ import annotations
 
@@ -16,8 +14,9 @@ OWN_TAGS = (
 FLEET_TAG = "aws:ec2:fleet-id"  # a tag that AWS puts on a fleet's instances
 THERE = ("pending", "running", "shutting-down", "stopping", "stopped")  # states of an instance that has not ended
 LAUNCHED, ENDED = "launched", "terminated"  # a node's events in a fleet's history (EC2 API, EventInformation)
-# The switch to on demand comes one interval between checkpoints and this margin before the last possible moment: for
-# the hand-over of a spot node that still trains, and the five minutes by which a move of the schedule's hour may lag.
+# The switch to on demand comes before the last possible moment: one interval between checkpoints earlier, and this
+# margin. The margin is for a spot node that hands over while it trains, and for the five minutes by which a move of the
+# schedule's hour may lag.
 HANDOVER_S, SWITCH_MARGIN_S = 600, 900
 SWITCH = "switch"  # the schedule that starts the on-demand fleet
 SILENCE = "silence"  # the schedule that sends a message when nothing has trained for long

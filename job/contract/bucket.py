@@ -18,7 +18,7 @@ FALLBACK = "fallback.json"  # the first node on demand takes the run over: spot 
 MANIFEST, REJECTED = "manifest.json", "rejected.txt"
 ATTEMPTS, HEARTBEATS, BOOT_LOGS = "attempts/", "heartbeat/", "boot/"
 GANG = "gang/"  # for a run on several nodes: which nodes exist, and which train together
-FLEETS = "known_fleet/"  # written once the program has made the fleet, which the stack's state then names
+FLEETS = "known_fleet/"  # exists once the program has made the fleet, which the stack's state then names
 CHECKPOINTS, EXPORTS, FINAL, STAGES, SCALARS = (
     f"{folder}/" for folder in (workdir.CHECKPOINTS, workdir.EXPORTS, workdir.FINAL, workdir.STAGES, workdir.SCALARS)
 )
@@ -35,17 +35,15 @@ ARCHIVE, CODE = "job.tar.gz", "code.tar.gz"  # gpufleet's job package and a comm
 
 
 def stage_of(run: str, stage: str) -> str:
-    """The folder of another stage, from that of one stage."""
+    """The folder of another stage, from the folder of one stage."""
     return f"{run.partition('/')[0]}/{stage}"
 
 
 def attempt_key(instance: str) -> str:
-    """The key of a node's record."""
     return f"{ATTEMPTS}{instance}.json"
 
 
 def heartbeat_key(instance: str) -> str:
-    """The key of a node's heartbeats."""
     return f"{HEARTBEATS}{instance}.jsonl"
 
 
@@ -60,17 +58,15 @@ def node_log_key(instance: str) -> str:
 
 
 def presence_key(instance: str) -> str:
-    """The key of a node's presence."""
     return f"{GANG}nodes/{instance}.json"
 
 
 def generation_key(number: int) -> str:
-    """The key of a generation's members, by its number."""
     return f"{GANG}{number:06d}.json"
 
 
 def let_go_key(number: int, count: int) -> str:
-    """The key of the message that waiting nodes let go, by generation and count."""
+    """The key of the message that waiting nodes leave, by generation and count."""
     return f"{GANG}{number:06d}.let_go_{count:03d}.json"
 
 
@@ -106,16 +102,16 @@ class CheckpointPlace(NamedTuple):
         return self.prefix + MANIFEST
 
     def part_prefix(self, node: int) -> str:
-        """The prefix of the keys of the files that the node with the rank `node` wrote, one of several nodes."""
+        """The prefix of the files that one of several nodes has written; `node` is its rank."""
         return f"{self.prefix}node_{node:03d}/" if node else self.prefix
 
     def part(self, node: int) -> str:
-        """The key of the list of that node's files, without which they do not count."""
+        """The key of the list of that node's files; a file that no list names does not count."""
         return f"{self.prefix}node_{node:03d}.json"
 
 
 def checkpoint_place(key: str) -> CheckpointPlace | None:
-    """The place of the checkpoint that an object belongs to; None if the object belongs to no checkpoint."""
+    """The checkpoint to which an object belongs; None if it belongs to none."""
     match = _CHECKPOINT_KEY.fullmatch(key)
     return match and CheckpointPlace(int(match[1]), int(match[2] or 0))
 
@@ -136,7 +132,5 @@ def has_one_writer(key: str) -> bool:
 
 
 def input_key(sha256: str, file: str = "") -> str:
-    """The key of an input's file, by the input's hash, so that runs share one object. Without `file`: the prefix of all
-    the input's files.
-    """
+    """The key of an input's file, by the input's hash, so that runs share it. Without `file`: the input's prefix."""
     return f"{INPUTS}/{sha256}/{file}"

@@ -7,12 +7,12 @@ class TrainerExit:
     """Exit codes of the training process. Any other code is a crash."""
 
     FINISHED = 0
-    CRASHED = 1  # or another trainer works in the folder; or torchrun's code, if no rank said how it ended
+    CRASHED = 1  # also if another trainer works in the folder, and torchrun's code if no rank reported its own
     FATAL = 65  # no node can succeed: fatal.json has the reason
     OUT_OF_MEMORY = 69  # rung.json names the next rung
     REFUSED = 71  # this node is refused: preflight.json has the reason
     UNREADABLE = 72  # unreadable.json names the newest checkpoint
-    STOPPED = 75  # on request
+    STOPPED = 75  # ended on request
 
 
 class AttemptExit:

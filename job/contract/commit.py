@@ -20,7 +20,8 @@ from gpufleet.job.contract.workdir import step_folder
 
 Reason = Literal["timed", "best", "stop", "boundary", "final"]
 COMMIT, BEST = "commit.json", "best.json"
-HELD = ".uploading"  # the supervisor's mark in a checkpoint's folder while this uploads: the trainer leaves it alone
+# the supervisor's mark in a checkpoint's folder during an upload: the trainer leaves that folder alone
+HELD = ".uploading"
 SCHEMA = 1
 OF_COMMANDS = ("lines", "node", "borrowed", "named_by")  # omitted if empty
 
@@ -43,22 +44,22 @@ class Commit:
     files: tuple[tuple[str, int], ...] = ()  # names below the checkpoint's folder, with bytes
     reason: Reason = "timed"
     phase: str = ""
-    goes_on_from: int  # the same as `step`, or, if the phase ended early, the last step that the phase could have had
+    goes_on_from: int  # `step` or, if the phase ended early, the last step that the phase could have had
     tokens: int = 0
     val_loss: float | None = None
     determinism: dict[str, Any] = field(default_factory=dict)
     dataset: dict[str, str] = field(default_factory=dict)  # sha256, source
-    requires: tuple[Name, ...] = ()  # exports to upload before this counts
+    requires: tuple[Name, ...] = ()  # exports that must be uploaded before this checkpoint counts
     base_weights: str | None = None
     retries: tuple[Retry, ...] = ()  # divergences in the run so far, oldest first
     torch: str = ""
     world_size: int = 1
-    # for a command: what its output had shown, job/command/lines.py
+    # for a command: the facts from its output, job/command/lines.py
     lines: dict[str, Any] = field(default_factory=dict)
     # For a command on several nodes.
     node: int = 0  # rank of the node whose part this is; 0: the leader's part, or a whole checkpoint
     borrowed: tuple[Name, ...] = ()  # names of files that other nodes wrote
-    named_by: str = ""  # a file of the leader's, by whose name the other nodes find their own files
+    named_by: str = ""  # the leader's file by whose name the other nodes find their own files
 
     @property
     def folder(self) -> str:
@@ -121,7 +122,6 @@ class Manifest:
 
     @property
     def place(self) -> CheckpointPlace:
-        """Its place in the bucket."""
         return CheckpointPlace(self.commit.step, self.generation)
 
     @property
@@ -185,7 +185,7 @@ class Best:
 
     @classmethod
     def from_bytes(cls, content: bytes | None) -> Best | None:
-        """The document; None if the document is missing or damaged: the next better step replaces it."""
+        """The document; None if it is missing or damaged: the next better step replaces it."""
         try:
             tree = reading.parse(content or b"")
             fields = Fields(tree)

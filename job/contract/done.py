@@ -18,7 +18,7 @@ SCHEMA = 1
 FINISHED = "finished"
 FAILED = "failed"  # for good
 MAX_USD, MAX_HOURS, DEADLINE = "max_usd", "max_hours", "deadline"  # the run's limits
-EXPIRY = "expiry"  # the fleet's: AWS then ends the node, with or without a notice
+EXPIRY = "expiry"  # the expiry of the fleet: AWS then ends the node, with or without a notice
 STOPPED = "stopped"  # by hand
 # Reasons that the node writes, if the job could not write done.json:
 BOOT_LOOP = "boot-loop"  # boots in a row without progress
@@ -43,12 +43,11 @@ class Done:
     at: str
 
     def to_json(self) -> dict[str, Any]:
-        """The object of done.json."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Done:
-        """The document; doubtful fields are empty: the run is over if the object exists."""
+        """The document. A doubtful field is empty, because the run is over if the object exists."""
         return cls(*_texts(tree, "reason", "detail", "instance", "at"))
 
 
@@ -60,7 +59,6 @@ class Asked:
     at: str
 
     def to_json(self) -> dict[str, Any]:
-        """The object of stop.json in the bucket."""
         return asdict(self)
 
 

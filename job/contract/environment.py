@@ -10,13 +10,14 @@ ZONE = "GPUFLEET_ZONE"
 CAPACITY = "GPUFLEET_CAPACITY"  # this node's market, spot or on-demand, if the run may use both
 LAUNCHED_AT = "GPUFLEET_LAUNCHED_AT"  # UTC, ISO
 NODE_UPTIME = "GPUFLEET_NODE_UPTIME"  # the machine's uptime in seconds when the node's program began
-# from the supervisor to its children: the machine's boot in epoch seconds, by the machine's clock
+# from the supervisor to its children: when the machine booted, in epoch seconds by the machine's clock
 BOOTED_AT = "GPUFLEET_BOOTED_AT"
 PULLED_S = "GPUFLEET_PULLED_S"  # seconds that the node took to pull the images
-GBPS = "GPUFLEET_GBPS"  # rate of the cards between nodes
+GBPS = "GPUFLEET_GBPS"  # rate of the network cards between nodes
 ADDRESS = "GPUFLEET_ADDRESS"  # with several nodes: the address at which the others reach this node
 JOB_CONTAINER = "GPUFLEET_JOB_CONTAINER"  # 1: the node starts a container for the training process on request
-USER_PATH = "GPUFLEET_USER_PATH"  # without containers: the folders of a command's own programs, its Python first
+# if there are no containers: the folders of a command's own programs, its Python first
+USER_PATH = "GPUFLEET_USER_PATH"
 COMMAND = {  # for a command, each value as GPUFLEET_<name>
     "run": "GPUFLEET_RUN",
     "attempt": "GPUFLEET_ATTEMPT",
@@ -36,7 +37,7 @@ COMMAND = {  # for a command, each value as GPUFLEET_<name>
 }
 INPUT = "GPUFLEET_INPUT_"  # followed by the input's name in capitals
 ENDPOINT = "AWS_ENDPOINT_URL"  # the address of AWS's services, which every SDK reads
-SECRET = "GPUFLEET_SECRET_"  # in a rehearsal, followed by a secret's name: its value
+SECRET = "GPUFLEET_SECRET_"  # followed by a secret's name: in a rehearsal, the variable with the secret's value
 
 
 def tracker_id(stack: str, run: str) -> str:

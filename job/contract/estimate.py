@@ -23,7 +23,7 @@ class BillLine:
     amount: Decimal
     unit_price: Decimal = Decimal(0)
     quantity: Decimal = Decimal(0)
-    item: str = ""  # an item of the catalog's services; empty: an earlier version's bill, or none
+    item: str = ""  # an item of the catalog's services; empty in a bill of an earlier version, or if there is none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class PhaseEstimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoticeEstimate:
-    """How long a stop takes in a phase on a type of node; None: the bill does not say."""
+    """How long a stop takes in a phase on a type of node; None if the bill does not say."""
 
     type: str
     phase: str
@@ -54,7 +54,7 @@ class BillEstimate:
     hours: Decimal  # p50
     interruptions: float | None = None  # the expected number
     lines: tuple[BillLine, ...] = ()
-    kept_days: int = 0  # days for which the bill stores objects; 0: objects are deleted with the stack
+    kept_days: int = 0  # days for which the bill stores objects; 0 if they are deleted with the stack
     phases: tuple[PhaseEstimate, ...] = ()
     notice: tuple[NoticeEstimate, ...] = ()
 
@@ -81,7 +81,6 @@ class BillEstimate:
         )
 
     def of_kind(self, kind: str) -> list[BillLine]:
-        """The lines of this kind."""
         return [line for line in self.lines if line.kind == kind]
 
 

@@ -36,12 +36,11 @@ class Presence:
     rung: int = 0  # the rung of the ladder to begin at
     saved: Integer = -1  # the newest step whose checkpoint, or part of it, is whole on the node's disk, to be published
     named_by: str = ""  # Commit.named_by of that checkpoint, if this node leads
-    own_s: Seconds = 0.0  # the usual seconds that a step takes before it needs the other nodes; 0: not known
+    own_s: Seconds = 0.0  # the usual seconds of a step before it needs the other nodes; 0 if unknown
     look_s: Seconds = 0.0  # the shortest of the node's last looks at the others
     first_in: int = 0  # the newest generation in which this node had rank 0
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object."""
         return asdict(self)
 
     @classmethod
@@ -79,7 +78,6 @@ class GangGeneration:
         return self.members[0]
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object."""
         return asdict(self)
 
     @classmethod

@@ -10,14 +10,14 @@ The node's own Python reads this file: nothing newer than 3.9 here.
 from __future__ import annotations
 
 MOST_NODES = 16  # the most nodes in one run
-LATER_S = 600.0  # nodes that boot together become ready within this time
+LATER_S = 600.0  # seconds within which nodes that boot together become ready
 PAUSE_S, LONGEST_PAUSE_S = 3600.0, 14400.0
-LET_GO = "let go"  # the exit's reason of a node that waited in vain
-TOLD_S = 900.0  # a message is sent after so long a wait
+LET_GO = "let go"  # reason of the exit of a node that waited in vain
+TOLD_S = 900.0  # a message is sent after a wait of so many seconds
 
 
 def wait_s(gather_s: float, let_go: int) -> float:
-    """How long a node waits, after `let_go` waits in vain since nodes last trained."""
+    """How long a node waits, if nodes have waited in vain `let_go` times since they last trained."""
     return min(gather_s, LATER_S) if let_go else gather_s
 
 

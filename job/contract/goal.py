@@ -19,9 +19,9 @@ from gpufleet.job.contract.reading import Amount, DoubtError
 from gpufleet.job.contract.workdir import METRICS, RESULTS
 
 USD, HOURS = "usd", "hours"
-# words in the name of a figure that is better the lower it is
+# if one of these words is in a figure's name, lower is better
 LESS_IS_BETTER = {USD, HOURS, "loss", "perplexity", "ppl", "error", "wer", "cer", "mse", "rmse", "mae", "seconds", "ms"}
-Results = Callable[[str], Decimal | None]  # a figure by its name; None: the run left none
+Results = Callable[[str], Decimal | None]  # a figure by its name; None if the run has left none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import DoubtError, Fields, Name
 
 DATASET, WEIGHTS = "dataset.json", "weights.json"
-_HEAD = ("schema", "kind", "source", "files", "train", "validation")  # keys of dataset.json that are no facts
+_HEAD = ("schema", "kind", "source", "files", "train", "validation")  # other keys of dataset.json are facts
 M = TypeVar("M", bound="InputManifest")
 Checks = Mapping[str, Callable[[Fields], object]]  # by kind of dataset: reads the kind's facts, or raises DoubtError
 
@@ -31,7 +31,7 @@ class InputFile:
 
     name: Name
     bytes: int
-    sha256: str  # empty: not hashed, because the file lies in a user's bucket
+    sha256: str  # empty if not hashed, because the file lies in a user's bucket
 
     @classmethod
     def from_file(cls, path: Path, folder: Path, advance: progress.Advance = lambda count: None) -> InputFile:
@@ -53,7 +53,7 @@ def digest(files: Iterable[tuple[str, int, str]]) -> str:
 
 
 def is_file(key: str) -> bool:
-    """Whether an object is a file, not the mark of a folder that S3's console makes."""
+    """Whether an object is a file, not the marker of a folder that S3's console makes."""
     return not key.endswith("/") and key != ""
 
 
@@ -119,14 +119,12 @@ def read_dataset(folder: Path, checks: Checks) -> DatasetManifest:
             validation=fields.take("validation", shards, ()),
         )
 
-    absent = f"not a prepared dataset, there is no {DATASET}"
+    absent = f"not a prepared dataset, because {DATASET} is missing"
     return _read(folder / DATASET, manifest, absent, "prepare the dataset again")
 
 
 def read_weights(folder: Path) -> WeightsManifest:
-    """The content of weights.json in `folder`. Raises ValueError if weights.json is missing or damaged, or a size
-    differs.
-    """
+    """The content of weights.json in `folder`. Raises ValueError if it is missing or damaged, or a size differs."""
 
     def manifest(fields: Fields, listed: tuple[InputFile, ...], own: InputFile) -> WeightsManifest:
         return WeightsManifest(sha256=own.sha256, files=(*listed, own))
@@ -139,9 +137,7 @@ def read_weights(folder: Path) -> WeightsManifest:
 
 
 def other_size(folder: Path, manifest: InputManifest) -> str | None:
-    """The first file that is missing or has another size than in the manifest; None if there is no such file. Nothing
-    is hashed.
-    """
+    """The first file that is missing or has another size than in the manifest, or None. Nothing is hashed."""
     for file in manifest.files:
         place = folder / file.name
         if not place.is_file() or place.stat().st_size != file.bytes:
@@ -150,7 +146,7 @@ def other_size(folder: Path, manifest: InputManifest) -> str | None:
 
 
 def verify(folder: Path, manifest: DatasetManifest) -> None:
-    """Reads and hashes every file. Raises ValueError naming the first that differs."""
+    """Reads and hashes every file. Raises ValueError that names the first one that differs."""
     with progress.shown(f"checking {folder}", manifest.bytes) as advance:
         for file in manifest.files:
             path = folder / file.name

@@ -22,7 +22,7 @@ from gpufleet.job.contract.reading import DoubtError, Fields, Integer, Name, Ste
 if TYPE_CHECKING:
     from typing import Self
 
-LOOK_S = 0.05  # between two looks for start.json
+LOOK_S = 0.05  # seconds between two looks for start.json
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,14 @@ def await_start(workdir: Path) -> int:
     parent = os.getppid()
     while (start := Start.read(workdir)) is None:
         if os.getppid() != parent:
-            sys.exit("the process that would start it is gone")
+            sys.exit("the process that would start it has ended")
         time.sleep(LOOK_S)
     return start.rung
 
 
 @dataclass(frozen=True)
 class Stop(Message):
-    """Asks the trainer to end after the current step, and with `save` to save that step first. `ends`: no other start
-    follows.
-    """
+    """Asks the trainer to end after the current step; `save`: to save it first. `ends`: no other start follows."""
 
     FILE = workdir.STOP
     reason: str = "asked to"
@@ -91,9 +89,9 @@ class SaveRequest(Message):
 @dataclass(frozen=True)
 class Spent(Message):
     """The run's cost by `at`, for the log and the node's timer; for a command also the attempt's number, and the newest
-    step in the bucket, -1 before the first. `trained_at`: when the newest step came, 0 before the first. `switch_at`:
-    when the run must begin on demand, 0 without a fallback; `switch_is_paid`: whether the run's limits allow that.
-    `waits_since`: when this node became the oldest of several waiting nodes; 0 if it is not the oldest.
+    step in the bucket (-1 before the first). `trained_at`: the time of the newest step, 0 before the first.
+    `switch_at`: when the run must begin on demand, 0 if it has no fallback; `switch_is_paid`: whether the run's limits
+    allow that. `waits_since`: when this node became the oldest of several waiting nodes; 0 if it is not the oldest.
     """
 
     FILE = workdir.SPENT
@@ -112,7 +110,7 @@ class Spent(Message):
 class AskAgain(Message):
     """Tells the node that waiting nodes leave.
 
-    `name`: of this occasion, for all nodes; `pause_s`: how long AWS is not asked.
+    `name`: the same for all nodes of this occasion. `pause_s`: how long AWS launches no node.
     """
 
     FILE = workdir.ASK_AGAIN
@@ -153,7 +151,7 @@ class Fatal(Message):
 
 @dataclass(frozen=True)
 class UsedRung(Message):
-    """The rung that a phase runs at, and the next one if memory runs out there; None if there is none lower."""
+    """The rung at which a phase runs, and the next one if memory runs out there; None if no rung is lower."""
 
     FILE = workdir.RUNG
     rung: int
@@ -183,14 +181,14 @@ class Unreadable(Message):
 
 @dataclass(frozen=True)
 class Preflight(Message):
-    """What the checks before training measured on each rank, and, if this node is refused, why."""
+    """What the checks before training have measured on each rank, and why this node is refused, if it is."""
 
     FILE = workdir.PREFLIGHT
     ranks: tuple[Any, ...] = ()
     problems: tuple[str, ...] = ()
-    # GB/s from a node to the others; None: there are no others, or this was not measured
+    # GB/s from a node to the others; None if there are none, or if it was not measured
     between_gb_s: float | None = None
-    transport: str | None = None  # NCCL's name for the transport; None: not measured
+    transport: str | None = None  # NCCL's name for the transport; None if not measured
 
     def write(self, folder: Path) -> None:
         """Writes the message; on a single node without the fields that several nodes have."""
@@ -208,33 +206,32 @@ class CommandEnd(Message):
 
     @property
     def full_text(self) -> str:
-        """The whole text."""
         return "\n".join((self.how, *(f"  | {line}" for line in self.lines)))
 
 
 @dataclass(frozen=True)
 class Observed(Message):
-    """What was seen of a command's newest start so far, for its supervisor and its rehearsal."""
+    """Observations of a command's newest start so far, for its supervisor and its rehearsal."""
 
     FILE = workdir.OBSERVED
     lines: int = 0  # printed lines
-    told: bool = False  # whether one gave a step
-    unread: tuple[str, ...] = ()  # the last lines with numbers that gave none
+    told: bool = False  # whether a printed line gave a step
+    unread: tuple[str, ...] = ()  # the last lines with numbers that gave no step
     begun: int = 0  # checkpoints that exist
     checkpoints: int = 0  # whole checkpoints
     doubt: str = ""  # why the newest checkpoint does not count, if its writer may have left it cut
-    restored: Step | None = None  # the step of the checkpoint that the command was given
-    resumes: str = ""  # goes on, begins anew, not shown; empty: the command was given no checkpoint
+    restored: Step | None = None  # the step of the checkpoint that was restored for the command
+    resumes: str = ""  # goes on, begins anew, not shown; empty if no checkpoint was restored
     why: str = ""
-    elsewhere: str = ""  # files at places that nobody reads, and the line to add for these files
-    met: str = ""  # the ranks of several nodes that train together; empty: not seen
+    elsewhere: str = ""  # files outside of the declared folders, and the line of the definition to add for them
+    met: str = ""  # the ranks of several nodes that train together; empty if not seen
     has_first: bool = False  # whether rank 0 is on this node
     follows: bool = False  # whether another node leads, so that this one may print and save nothing
 
 
 @dataclass(frozen=True)
 class Alarm(Message):
-    """A warning for people while a run trains: a loss that is no number, a held node. Each kind is sent once."""
+    """A warning for people while a run trains, for example that a loss is not a number. Each kind is sent once."""
 
     FILE = workdir.ALARM
     kind: Name
@@ -246,7 +243,7 @@ class Alarm(Message):
 
 @dataclass(frozen=True)
 class Container(Message):
-    """Asks for a training container, for each number a new container; without `wanted`, for no container any more."""
+    """Asks for a training container, a new one for each number; without `wanted`, for none any more."""
 
     FILE = workdir.CONTAINER
     number: int
@@ -255,7 +252,7 @@ class Container(Message):
 
 @dataclass(frozen=True)
 class Contained(Message):
-    """The node's answer to a number: the first process of that number's container, or why there is none, and how the
+    """The node's answer to a number: the first process of that number's container, or why there is none; and how the
     container ended.
     """
 

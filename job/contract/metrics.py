@@ -11,7 +11,7 @@ from gpufleet.job.contract import reading
 from gpufleet.job.contract.commit import Reason
 from gpufleet.job.contract.reading import DoubtError, Fields, Seconds, Step
 
-# The keys in their order; None if a figure does not exist. Experiments add figures.
+# the keys in their order; a figure that does not exist is None, and experiments add figures
 KEYS = (
     "ts", "phase", "step", "tokens", "loss", "val_loss", "lr", "step_ms", "tok_s", "mfu", "mem_gb", "gpu_util",
     "spent_usd", "grad_norm", "router_load", "router_entropy", "resumed", "saves", "event",
@@ -45,7 +45,7 @@ def write(record: Mapping[str, Any]) -> bytes:
 
 
 def line(content: bytes) -> dict[str, Any] | None:
-    """The object of a line, with every key of KEYS; None for a line that was cut or has an invalid figure."""
+    """The object of a line, with every key of KEYS; None if the line was cut or has an invalid figure."""
     try:
         fields = Fields(reading.parse(content))
         fields.need("step", reading.step)
@@ -53,7 +53,7 @@ def line(content: bytes) -> dict[str, Any] | None:
             fields.take(key, reading.number, None)
         for key in ("phase", "event"):
             fields.take(key, reading.text, None)
-        fields.take("resumed", reading.step, None)  # the step that training resumed from since the line before
+        fields.take("resumed", reading.step, None)  # the step from which training resumed since the line before
         saves(fields.tree)
     except DoubtError:
         return None

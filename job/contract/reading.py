@@ -26,9 +26,9 @@ D = TypeVar("D")
 Kind = Callable[[Any], T]
 
 MOST = 2**53  # JSON readers differ on larger whole numbers
-MOST_USD = Decimal(10) ** 9  # more USD or seconds than any run has; arithmetic on such amounts is exact
-NAME_BYTES = 255  # for one part of a path, on every Linux file system
-KEY_BYTES = 1024  # for an S3 key
+MOST_USD = Decimal(10) ** 9  # more USD or seconds than any run has; arithmetic on smaller amounts is exact
+NAME_BYTES = 255  # most bytes of one part of a path, on every Linux file system
+KEY_BYTES = 1024  # most bytes of an S3 key
 
 
 class DoubtError(ValueError):
@@ -86,11 +86,11 @@ class Fields:
             return default
 
     def section(self, key: str) -> Fields:
-        """The object at `key`."""
+        """The object at `key`, as Fields."""
         return Fields(self.need(key, anything), self._key_path(key), self._aside)
 
     def sections(self, key: str) -> list[Fields]:
-        """The objects of the list at `key`."""
+        """The objects of the list at `key`, as Fields."""
         trees = self.need(key, listed(anything))
         return [Fields(tree, f"{self._key_path(key)}[{index}]", self._aside) for index, tree in enumerate(trees)]
 
@@ -116,7 +116,7 @@ def text(value: Any) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise DoubtError(f"is {show(value)}, which is no text in UTF-8") from None
+        raise DoubtError(f"is {show(value)}, which is not a text in UTF-8") from None
     return value
 
 
@@ -137,7 +137,7 @@ def whole_number(value: Any) -> int:
 def several(value: Any) -> int:
     """A whole number, 1 or more."""
     if whole_number(value) == 0:
-        raise DoubtError("is 0, not a number of something")
+        raise DoubtError("is 0, not a number from 1 on")
     return int(value)
 
 
@@ -197,9 +197,7 @@ def moment(value: Any) -> float:
 
 
 def name(value: Any) -> str:
-    """A file's name below a folder; no part of the name leads out of that folder. Every name from outside passes this
-    one check.
-    """
+    """A file's name below a folder, out of which no part of it leads. Every name from outside is checked here."""
     path = text(value)
     parts = path.split("/")
     if any(part in ("", ".", "..") or len(part.encode()) > NAME_BYTES for part in parts) or not path.isprintable():
@@ -265,11 +263,10 @@ def _is_exact(decimal: Decimal) -> bool:
 
 
 def anything(value: Any) -> Any:
-    """Any JSON value."""
     return value
 
 
-# Types of dataclass fields that restrict Python's own.
+# Types of dataclass fields that allow less than Python's own types.
 Amount = Annotated[Decimal, amount]
 Integer = Annotated[int, integer]
 Moment = Annotated[float, moment]

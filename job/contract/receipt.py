@@ -47,13 +47,14 @@ class AttemptCost:
     instance: str
     type: str
     zone: str
-    capacity: str = ""  # spot or on-demand; empty: the run's
+    capacity: str = ""  # spot or on-demand; empty if it is the run's
     seconds: Decimal  # billed seconds
     lived_s: Decimal
-    started_s: Decimal | None = None  # seconds from launch to the trainer's first step; None: no step came
-    pulled_s: Decimal | None = None  # the part of `started_s` for pulling images; None: not known
+    started_s: Decimal | None = None  # seconds from launch to the trainer's first step; None if there was no step
+    pulled_s: Decimal | None = None  # the part of `started_s` for pulling images; None if unknown
     interrupted: bool = False
-    reclaimed: bool | None = None  # AWS took the node; False: its owner took it; None: no notice, or not known
+    # whether AWS, not the owner, took the node; None if there was no notice, or if unknown
+    reclaimed: bool | None = None
     usd: Decimal = Decimal(0)
     ceiling_s: Decimal = Decimal(0)  # seconds billed at the highest possible spot price, because AWS gave no price
     free_usd: Decimal = Decimal(0)  # compute that AWS does not charge
@@ -100,7 +101,7 @@ class Receipt:
 
     run: str
     stack: str
-    owner: str = ""  # earlier versions did not name them
+    owner: str = ""  # empty in receipts of earlier versions
     reason: str  # why the run ended: job/contract/done.py
     detail: str = ""
     at: str  # the time until which costs count: UTC, ISO
@@ -130,7 +131,7 @@ class Receipt:
             known = self.measured or {}
             ranks, gpus = known["device"]["ranks"] or 1, known["device"]["count"] or 1
             step_ms = sum(phase["steps"] * phase["step_ms"]["median"] for phase in known["phases"])
-        except (KeyError, TypeError):  # no measurement, or one of another form
+        except (KeyError, TypeError):  # there is no measurement, or it has another form
             return None
         return Decimal(f"{max(1, ranks // gpus) * step_ms / 3_600_000:.4f}")
 
@@ -146,8 +147,8 @@ class Receipt:
 
     @property
     def within_range(self) -> bool | None:
-        """Whether the cost lies in the range that the bill gives for eight runs in ten. None for a bill without a
-        range, to a hundredth of a cent: on demand, or if eight runs in ten have no interruption.
+        """Whether the cost lies in the range that the bill gives for eight runs in ten. None if the bill has no range
+        wider than a hundredth of a cent: on demand, or if eight runs in ten have no interruption.
         """
         return None if self.p10 == self.p90 else self.p10 <= self.actual <= self.p90
 
@@ -155,11 +156,10 @@ class Receipt:
     def grade(self) -> str:
         """`within_range` in words."""
         if self.within_range is None:
-            return "no range to be inside of"
+            return "no range to compare with"
         return "inside p10-p90" if self.within_range else "below p10" if self.actual < self.p10 else "above p90"
 
     def to_json(self) -> dict[str, Any]:
-        """The object of receipt.json."""
         return {
             "schema": SCHEMA,
             "run": self.run,
@@ -196,9 +196,7 @@ class Receipt:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Receipt:
-        """Reads the JSON object; raises DoubtError. Values that earlier versions lacked and no figure needs may be
-        absent.
-        """
+        """Reads the JSON object; raises DoubtError. Values that earlier versions lacked may be absent."""
         fields = Fields(tree)
         fields.schema(SCHEMA)
         usd, span, causes = (fields.section(key) for key in ("usd", "range_usd", "causes"))
@@ -233,14 +231,14 @@ def parse(content: bytes) -> Receipt:
 
 
 def network(preflight: Mapping[str, Any] | None) -> str:
-    """The network between nodes in a node's record, as text; empty: it was not measured."""
+    """The network between nodes in a node's record, as text; empty if not measured."""
     gb_s, transport = ((preflight or {}).get(key) for key in ("between_gb_s", "transport"))
     over = f" over {printable(transport)}" if transport and isinstance(transport, str) else ""
     return f"{gb_s:.1f} GB/s to the other nodes{over}" if isinstance(gb_s, int | float) else ""
 
 
 def start_up(started_s: Decimal | None, pulled_s: Decimal | None) -> str:
-    """The time from a node's launch to its first step, as text; empty: not known."""
+    """The time from a node's launch to its first step, as text; empty if unknown."""
     parts = [f"set-up {started_s / 60:.1f} min"] if started_s is not None else []
     return ", ".join([*parts, *([f"image pull {pulled_s / 60:.1f} min"] if pulled_s is not None else [])])
 

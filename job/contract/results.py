@@ -1,6 +1,4 @@
-"""Which of a run's files are downloaded to its user's machine: all files, except those that a program would run
-unasked.
-"""
+"""Which of a run's files are downloaded to its user's machine: all files but those that a program would run unasked."""
 
 from __future__ import annotations
 
@@ -8,13 +6,13 @@ import re
 
 from gpufleet.job.contract import reading
 
-METADATA = ".metadata"  # torch.distributed.checkpoint's index, without which its files cannot be read
+METADATA = ".metadata"  # torch.distributed.checkpoint's index, which is needed to read its files
 # Files that programs run, or obey like programs, as soon as somebody enters, opens, completes, tests or lists their
 # folder. Folders may have any name without a leading dot.
 _RUN_UNASKED = re.compile(
     "|".join(
         (
-            r"head",  # beside objects/ and refs/, HEAD makes a folder a git repository, whose config git obeys
+            r"head",  # beside objects/ and refs/, a file HEAD makes a folder a git repository, and git obeys its config
             r"(gnu|bsd)?makefile(\..*)?|justfile|(rake|jake|vagrant)file|(gulp|grunt)file\..*",  # for shell completion
             # for editors
             r"cmakelists\.txt|cmakepresets\.json|package\.json|cargo\.toml|build\.rs|pom\.xml|build\.sbt",
@@ -29,9 +27,7 @@ _RUN_UNASKED = re.compile(
 
 
 def refusal(name: str) -> str:
-    """Why a file of this name is neither uploaded nor downloaded, as words after "whose name"; empty if such a file is
-    transferred.
-    """
+    """Why a file of this name is not transferred, as words after "whose name"; empty if it is."""
     try:
         reading.name(name)
     except reading.DoubtError as error:

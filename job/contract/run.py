@@ -58,15 +58,15 @@ class RunFile(Terms):
     config_sha256: str
     dataset: InputData | None  # None for a command
     weights: InputData | None  # base weights; None for a job that starts without weights
-    code: InputData | None  # the archive of a command's code; None: the command's image has all code
+    code: InputData | None  # the archive of a command's code; None if the command's image has all code
     folders: dict[str, InputData]  # a command's inputs, by name
-    code_sha256: str | None  # hash of the job's archive, which every node unpacks; None: not named
+    code_sha256: str | None  # hash of the job's archive, which every node unpacks; None if it is not named
     estimate: BillEstimate
     goal: dict[str, Decimal]  # by name
-    whole_usd: tuple[Decimal, Decimal] | None  # p10 and p90 of the run whose stage this is
+    whole_usd: tuple[Decimal, Decimal] | None  # p10 and p90 of the whole run; None if this run is not a stage
 
     def gpus(self, instance_type: str) -> int:
-        """The GPUs of a node of this type, from the bill; 0: unknown."""
+        """The GPUs of a node of this type, from the bill; 0 if unknown."""
         listed = self.prices.get(instance_type)
         return listed.gpus if listed else 0
 
@@ -89,7 +89,7 @@ class Task:
         try:
             name, parameters = tree["job"]["experiment"], tree["job"]["parameters"]
         except (KeyError, TypeError):
-            raise ValueError(f"{workdir / RUN}: job.experiment and job.parameters are needed") from None
+            raise ValueError(f"{workdir / RUN}: job.experiment and job.parameters are missing") from None
         return cls(name=name, config=from_json(name, parameters), digest=config_digest(name, parameters), tree=tree)
 
     @property
@@ -179,7 +179,7 @@ def load(path: Path) -> RunFile:
     try:
         return _typed(Fields(with_kinds(tree)))
     except DoubtError as error:
-        raise ValueError(f"{path}: {error}; it is damaged: bring it again, or {WANTED}") from error
+        raise ValueError(f"{path}: {error}; it is damaged: download it again, or {WANTED}") from error
 
 
 def with_kinds(tree: dict[str, Any]) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def _span(usd: Mapping[str, Decimal] | None) -> tuple[Decimal, Decimal] | None:
     return None if usd is None else (usd["p10"], usd["p90"])
 
 
-WANTED = "name the run.json of a run, as `gpufleet results` brings it"
+WANTED = "name the run.json of a run, as `gpufleet results` downloads it"
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -239,13 +239,13 @@ def _document(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); {WANTED}") from error
     except DoubtError as error:
-        raise ValueError(f"{path}: {error}; it is cut or damaged: bring it again, or {WANTED}") from error
+        raise ValueError(f"{path}: {error}; it is cut or damaged: download it again, or {WANTED}") from error
     if "schema" not in tree:
-        raise ValueError(f"{path}: JSON, but no run config: it has no `schema`; {WANTED}")
+        raise ValueError(f"{path}: JSON, but not a run config, because it has no `schema`; {WANTED}")
     if tree["schema"] != SCHEMA:
         raise ValueError(
-            f"{path}: a run config of schema {reading.show(tree['schema'])}, and this code reads {SCHEMA}; "
-            "use its own version"
+            f"{path}: a run config of schema {reading.show(tree['schema'])}, but this code reads {SCHEMA};"
+            " use its own version"
         )
     return tree
 
@@ -260,6 +260,6 @@ def _inputs(entry: Fields) -> InputData:
 
 
 def config_digest(experiment: str, parameters: Mapping[str, Any]) -> str:
-    """One hash of the experiment and its parameters: no run resumes from a checkpoint with another hash."""
+    """One hash of the experiment and its parameters. A run resumes only from a checkpoint with the same hash."""
     text = json.dumps({"experiment": experiment, "parameters": parameters}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

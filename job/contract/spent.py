@@ -25,20 +25,19 @@ from gpufleet.job.contract.terms import RunLimits, Terms
 CENT_100 = Decimal("0.0001")
 MINIMUM_S = Decimal(aws.MINIMUM_S)
 HOUR_S = Decimal(3600)
-GONE_S = 120.0  # two heartbeats: one was due, and another may have been on its way
-BOOT_S = 480.0  # for the newest node before its first heartbeat: the set-up time of a small node in the bill
+GONE_S = 120.0  # seconds of two heartbeats: one was due, and another may have been on its way
+BOOT_S = 480.0  # seconds for the newest node before its first heartbeat: the set-up time of a small node in the bill
 KEPT_S = 48 * 3600.0  # AWS keeps a fleet's events for two days (EC2 API reference, DescribeFleetHistory)
-LATE_S = 300.0  # after this time AWS reports no further event
+LATE_S = 300.0  # after so many seconds AWS reports no further event
 
 
 def hours(seconds: Decimal) -> Decimal:
-    """Seconds as hours."""
     return seconds / HOUR_S
 
 
 @dataclass(frozen=True)
 class History:
-    """One answer of AWS. Times are epoch seconds. `there`: nodes that have not ended; None if not known."""
+    """One answer of AWS. Times are epoch seconds. `there`: nodes that have not ended; None if unknown."""
 
     changes: tuple[float, ...] = ()  # the times at which the fleet's owner changed the fleet
     launched: Mapping[str, float] = field(default_factory=dict)
@@ -69,7 +68,8 @@ class Attempt:
     usd: Decimal
     compute_usd: Decimal
     ceiling_s: Decimal = Decimal(0)  # seconds billed at the highest possible spot price, because AWS gave no price
-    reclaimed: bool | None = None  # whether AWS, and not the owner, took the node; None: no notice, or not known
+    # whether AWS, and not the owner, took the node; None if there was no notice, or if unknown
+    reclaimed: bool | None = None
 
     @property
     def instance(self) -> str:
@@ -82,7 +82,7 @@ class Attempt:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the node had a notice and, as far as is known, the owner did not end it."""
+        """Whether the node had a notice and, as far as known, was not ended by its owner."""
         return self.noticed and self.reclaimed is not False
 
     @property
@@ -96,7 +96,7 @@ class Attempt:
 
     @property
     def idle_s(self) -> Decimal:
-        """Seconds from the notice to the node's end, in which the node only waited."""
+        """Seconds from the notice to the node's end, during which the node only waited."""
         ending = self.record.exit
         noticed, gone = (epoch(ending.at), epoch(ending.ends_at)) if ending else (None, None)
         return Decimal(f"{max(0.0, gone - noticed):.3f}") if noticed and gone else Decimal(0)
@@ -108,14 +108,14 @@ Left = tuple[AttemptRecord, "Beat | None"]  # a node's record and its last heart
 def count_node(
     terms: Terms, node: AttemptRecord, beat: Beat | None, lives: Lives = UNKNOWN, until: float | None = None
 ) -> Attempt:
-    """The cost of the node that this record names. `until`: the launch of the next node; None without one."""
+    """The cost of the node that this record names. `until`: the launch of the next node; None if there is none."""
     rates, last = terms.rates(node.type, node.zone, node.capacity), beat or Beat()
     lived = _lived_s(node, beat, lives, until)
     seconds = max(lived, MINIMUM_S)
     metered = last.attempt_s
     compute = rates.ceiling * hours(metered) if last.compute_usd is None else last.compute_usd
     tail = max(seconds - metered, Decimal(0))
-    # The price is known for the hour of the last heartbeat, and not for later hours.
+    # The price is known for the hour of the last heartbeat, but not for later hours.
     known = Decimal(0) if last.usd_per_hour is None else min(tail, HOUR_S - metered % HOUR_S)
     compute += hours(known) * (last.usd_per_hour or 0) + hours(tail - known) * rates.ceiling
     unknown = tail - known + (metered if last.compute_usd is None else last.ceiling_s or Decimal(0))
@@ -176,13 +176,13 @@ class OtherNodes:
         self.hear(nodes)
 
     def hear(self, nodes: Iterable[Left]) -> None:
-        """Takes the nodes' newest records instead of earlier records, with what AWS told these nodes about others."""
+        """Replaces earlier records by the nodes' newest ones, and takes what AWS told those nodes about others."""
         self.nodes = list(nodes)
         for node, _ in self.nodes:
             self.know(node)
 
     def know(self, record: AttemptRecord) -> None:
-        """Adds what AWS said to the node of this record, which may be this one."""
+        """Takes what AWS told the node of this record, which may be this node."""
         self._launched = {**record.untold, **self._launched}
         self.ended = {**record.ended, **self.ended}
 
@@ -195,7 +195,7 @@ class OtherNodes:
                 self._seen[name] = now
             elif name not in self._missing:
                 self._missing[name] = now
-                if name in self._seen:  # the node ended by now at the latest
+                if name in self._seen:  # the node has ended by now at the latest
                     self._seen[name] = now
 
     @property
@@ -258,9 +258,7 @@ class Means:
     before: Spent
 
     def when_over(self, newest: Spent | None) -> tuple[float, str]:
-        """The moment (epoch seconds) at which nothing is left, and the limit that sets this moment. `newest`: the
-        meter's last report.
-        """
+        """When (epoch seconds) nothing is left, and which limit causes that. `newest`: the meter's last report."""
         known = newest or self.before
         hours = min(self._hours_over(spent) for spent in (self.before, known))
         usd = known.at + float((self.terms.limits.max_usd - known.spent_usd) / self.usd_per_hour) * 3600

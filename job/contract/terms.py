@@ -36,7 +36,7 @@ BY_CAPACITY = {  # by the `capacity` of run.json
 
 @dataclass(frozen=True)
 class RunLimits:
-    """`deadline`, and `expires`, when AWS ends the fleet, in epoch seconds."""
+    """The run's limits; `deadline`, and `expires`, when AWS ends the fleet, are epoch seconds."""
 
     max_usd: Decimal
     max_hours: Decimal
@@ -72,7 +72,7 @@ class Rates:
 @dataclass(frozen=True)
 class TypePrices:
     """The prices of a type that the run may use: USD per node-hour, spot by zone. `gpus` 0 means unknown. `gbps`: rate
-    of the EFA cards between nodes; 0: not known, or no cards. `efa`: number of these cards.
+    of the EFA cards between nodes; 0 if unknown, or without cards. `efa`: number of these cards.
     """
 
     on_demand: Decimal
@@ -84,7 +84,7 @@ class TypePrices:
 
 @dataclass(frozen=True)
 class FallbackTerms:
-    """For a run that continues on demand when spot would be late. In seconds: all of its work on demand, the training
+    """For a run that continues on demand if spot would be late. In seconds: all of its work on demand, the training
     part of this work, a node's start, and the time between the switch and the last possible moment.
     """
 
@@ -104,9 +104,9 @@ class Terms:
     hourly: Mapping[str, Decimal]  # USD per node-hour without compute, by line of the bill
     fixed_usd: Decimal
     nodes: int = 1  # number of nodes that train together
-    gather_s: float | None = None  # seconds that nodes wait for others before all leave; None: for ever
+    gather_s: float | None = None  # seconds that nodes wait for others before all leave; None if they wait for ever
     fallback: FallbackTerms | None = None
-    before: tuple[str, ...] = ()  # of a run that is a stage: the stages before it, whose money counts too
+    before: tuple[str, ...] = ()  # for a stage: the stages before it, whose money counts too
 
     @property
     def is_gang(self) -> bool:
@@ -123,8 +123,8 @@ class Terms:
         return self.fallback is not None and BY_CAPACITY.get(capacity, CapacityTerms()).gives_way
 
     def rates(self, instance_type: str, zone: str, capacity: str = "") -> Rates:
-        """Rates of a type. A type that run.json does not name has the highest on-demand price listed. `capacity`: the
-        node's market; empty: the run's.
+        """Rates of a type. If run.json does not name the type, it has the highest on-demand price listed. `capacity`:
+        the node's market; empty if it is the run's.
         """
         listed = self.prices.get(instance_type)
         spot = None
@@ -136,7 +136,7 @@ class Terms:
         return Rates(capacity=capacity or self.capacity, on_demand=on_demand, spot=spot, hourly=self.hourly)
 
 
-# Terms until run.json is here: one node, replaced if lost.
+# Terms as long as run.json is missing: one node, replaced if lost.
 UNKNOWN = Terms(
     limits=RunLimits(Decimal(0), Decimal(0)), capacity="on-demand", prices={}, hourly={}, fixed_usd=Decimal(0)
 )
@@ -160,5 +160,5 @@ def read(run: Fields) -> Terms:
 
 def _prices(table: Mapping[str, Fields]) -> dict[str, TypePrices]:
     if not table:
-        raise DoubtError("rates names no type")
+        raise DoubtError("rates has no type")
     return {name: reading.filled(TypePrices, row) for name, row in table.items()}

@@ -13,7 +13,7 @@ RUN = "run.json"
 START = "start.json"  # the rung at which a waiting trainer begins
 STOP = "stop.json"
 SAVE = "save.json"
-ACCEPT = "accept.json"  # enough nodes were refused: train on this one
+ACCEPT = "accept.json"  # enough nodes were refused: train on this node
 LEADER_SAVED = "leader_saved.json"  # with several nodes: the leader's newest whole checkpoint
 
 # From the trainer to the supervisor.
@@ -25,7 +25,7 @@ PREFLIGHT = "preflight.json"
 COMPILED = "compiled.json"
 # with several nodes, from each node's first rank: steps done, seconds per step before it needs other nodes
 STEPPED = "stepped"
-ASK_AGAIN = "ask_again.json"  # with several nodes, for the node: all waiting nodes leave, and AWS is asked later
+ASK_AGAIN = "ask_again.json"  # with several nodes, to the node: all waiting nodes leave, and AWS is asked later
 LEFT = "left.json"  # the end of a command
 OBSERVED = "observed.json"  # the observations of a command's start
 ALARM = "alarm.json"  # a warning for people
@@ -51,7 +51,8 @@ TRACKED = "tracked"  # files of W&B or MLflow
 PACKAGES = "packages"  # packages that the image lacks
 USER = "user"  # a command's folders, all that the command's container sees: CODE, KEPT, OUTPUTS, STATE, NAMED
 CODE, KEPT, OUTPUTS, STATE, NAMED = "code", "checkpoints", "outputs", "state", "inputs"
-CONTROL = "control"  # requests of the supervisor's container and the node's answers, which the training process reads
+# requests of the supervisor's container and the node's answers, which the training process can read
+CONTROL = "control"
 SPENT = "control/spent.json"  # for the log, the node's timer and its messages
 CONTAINER, CONTAINED = "container.json", "contained.json"  # below CONTROL
 SCRIPTS, FIRST = "job", "first.sh"  # below CONTROL, seen by the command's container: scripts and pipes
@@ -59,7 +60,7 @@ WATCHER = "control/watcher"  # seen by the container that watches the command's 
 
 STEPS = "step_*"  # checkpoints' folders, as step_folder names them
 
-# Files in the folder that are no results.
+# Files in the folder that are not results.
 OWN = frozenset(
     {RUN, START, STOP, SAVE, ACCEPT, LEADER_SAVED, RUNG, ENDED, UNREADABLE, COMPILED, RECEIPT, LEFT, DONE, OBSERVED}
     | {ALARM, ASK_AGAIN}
@@ -72,6 +73,6 @@ def step_folder(step: int) -> str:
 
 
 def step_of(folder: str) -> int | None:
-    """The step in the name of a checkpoint's folder; None if the name is no such folder's."""
+    """The step in the name of a checkpoint's folder; None if no such folder has the name."""
     match = re.fullmatch(r"step_(\d{8})", folder)
     return int(match[1]) if match else None

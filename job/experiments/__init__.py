@@ -1,8 +1,6 @@
-"""The ready-made jobs. gpufleet asks a job's config for everything it needs of the job, and finds the config by this
-table alone.
-"""
+"""The ready-made jobs. This table alone names their configs, which answer all questions of gpufleet about a job."""
 
-CONFIGS = {  # by name: the module and the class of its parameters
+CONFIGS = {  # the module and the class of a job's parameters, by the job's name
     "tinystories-growth": "gpufleet.job.experiments.growth.spec:GrowthConfig",
     "sft-h100": "gpufleet.job.experiments.sft.spec:SftConfig",
     "pretrain-d64": "gpufleet.job.experiments.pretrain.spec:PretrainConfig",

@@ -87,7 +87,6 @@ class ExperimentConfig(JobConfig):
         return "fp32"
 
     def state_in_words(self) -> str:
-        """In words, the dtype of weights, gradients and moments, and which other numbers are in fp32."""
         return "fp32; loss and norms in fp32"
 
     def waits_for_saves(self) -> bool:
@@ -142,9 +141,7 @@ def halves(whole: int) -> list[int]:
 
 
 def warmup_doubts(key: str, length: int, steps: int, rate: float, whole: str, instead: str) -> Iterator[str]:
-    """A warning if the warm-up optim.`key`, `length` steps long, is longer than the training itself: the `steps` of
-    `whole`.
-    """
+    """A warning if the warm-up optim.`key`, `length` steps, is longer than the training: `steps` of `whole`."""
     if length > steps > 0:
         yield (
             f"optim.{key} is {counted(length, 'step')}, {whole} {steps}: the learning rate never reaches"

@@ -2,7 +2,7 @@
 
 `job` has the questions that each kind answers, `common` the parts that kinds share, `command` the kind for a user's own
 script. The ready-made jobs are in job/experiments/, which has its own table of their names; everything else works
-without that folder. User mistakes raise ValueError with the choice to make.
+without that folder. A user's mistake raises ValueError, whose text says what is allowed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpufleet.job.kind.job import JobConfig, named
 __all__ = ["COMMAND", "EXPERIMENTS", "KINDS", "Checkpoint", "Guard", "JobConfig", "Log", "bounded", "from_json"]
 
 COMMAND = "command"  # the kind's name in run.json, where a ready-made job has the name of its experiment
-_READY_MADE = "gpufleet.job.experiments:CONFIGS"  # the only reference to the ready-made jobs
+_READY_MADE = "gpufleet.job.experiments:CONFIGS"  # nothing else refers to the ready-made jobs
 
 
 class Kinds(Mapping[str, type[JobConfig]]):
@@ -38,9 +38,7 @@ class Kinds(Mapping[str, type[JobConfig]]):
 
 
 def _ready_made() -> Mapping[str, str]:
-    """The place (`module:Class`) of each ready-made job's config, by the job's name; empty if job/experiments/ is
-    missing.
-    """
+    """The place (`module:Class`) of each ready-made job's config, by its name; empty without job/experiments/."""
     try:
         places: Mapping[str, str] = named(_READY_MADE)
     except ModuleNotFoundError as error:
@@ -57,8 +55,8 @@ KINDS = Kinds(
 
 
 def from_json(experiment: str, tree: dict[str, Any]) -> JobConfig:
-    """The typed config of `run.json`'s job.parameters. Raises ValueError naming an unknown experiment, or every unknown
-    key and every value of a wrong type or outside its field's bounds, which the loader checks too.
+    """The typed config of `run.json`'s job.parameters. Raises ValueError that names an unknown experiment, or every
+    unknown key and every value that has a wrong type or is outside of its field's bounds. The loader checks the same.
     """
     if experiment not in KINDS:
         raise ValueError(f"job.experiment: {experiment!r:.80} is not one of {', '.join(sorted(KINDS))}")

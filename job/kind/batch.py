@@ -18,19 +18,17 @@ def is_endless(config: JobConfig) -> bool:
 
 
 def launched(config: JobConfig, ranks: int) -> int:
-    """The number of processes that the supervisor starts for `ranks`: one for a user's own program, whose host starts
-    the ranks.
-    """
+    """The number of processes that the supervisor starts for `ranks`: for a user's program one, its host."""
     return 1 if config.processes == "own" else ranks
 
 
 def rows_per_rank(config: JobConfig, ranks: int) -> int:
-    """The rows of each rank in a step, the same for every rank; 1 if not known."""
+    """The rows of each rank in a step, the same for every rank; 1 if unknown."""
     return -(-(config.rows() or 1) // ranks)
 
 
 def empty_rows(config: JobConfig, ranks: int) -> int:
-    """The empty rows of a step over all ranks, which fill up the last ones; 0 if not known."""
+    """The empty rows that fill up the last ranks in a step, over all ranks; 0 if unknown."""
     rows = config.rows()
     return 0 if rows is None else rows_per_rank(config, ranks) * ranks - rows
 
@@ -41,14 +39,14 @@ def micro_batches(config: JobConfig, rung: Rung, ranks: int) -> int:
 
 
 def peak_gb(config: JobConfig, phase_index: int, rung: Rung, ranks: int = 1) -> float:
-    """The memory that a GPU needs for a phase: the predicted peak (0 if not known) and the reserve."""
+    """The memory that a GPU needs for a phase: the predicted peak (0 if unknown) plus the reserve."""
     memory = config.memory(phase_index, rung, ranks)
     return (0.0 if memory is None else memory.total_gb) + DEVICE_RESERVE_GB
 
 
 @remembered
 def choose_rung(config: JobConfig, gpu_memory_gb: float, phase_index: int | None = None, ranks: int = 1) -> Rung | None:
-    """The highest rung that is predicted to fit (in every phase when `phase_index` is None). None if no rung fits."""
+    """The highest rung that is predicted to fit, in every phase if `phase_index` is None. None if no rung fits."""
     chosen = range(len(config.phases())) if phase_index is None else (phase_index,)
     for rung in config.ladder(ranks):
         if all(peak_gb(config, index, rung, ranks) <= gpu_memory_gb for index in chosen):
@@ -57,8 +55,9 @@ def choose_rung(config: JobConfig, gpu_memory_gb: float, phase_index: int | None
 
 
 def lower_rung(config: JobConfig, rung: Rung, phase_index: int, ranks: int = 1) -> Rung | None:
-    """The rung to try after a real out-of-memory error: the next one that is predicted to need less. This skips a split
-    that begins to accumulate gradients, because it keeps them beside the activations. None if there is none.
+    """The rung to try after a real out-of-memory error: the next one that is predicted to need less; None if there is
+    none. A split that begins to accumulate gradients is skipped, because gradients then stay in memory beside the
+    activations.
     """
     rungs = config.ladder(ranks)
     now = peak_gb(config, phase_index, rung, ranks)

@@ -2,8 +2,8 @@
 
 Only the definition file describes the script: how it is started, what one of its checkpoints is, how it reports its
 step. A command has one phase and no shapes or FLOP. Its speed is measured or declared; its memory is declared or not
-predicted. FORMATS has the settings that each checkpoint format fills in, which follow what its framework does
-(docs/own-training.md).
+predicted. FORMATS has the settings that each checkpoint format fills in, from its framework's
+behaviour (docs/own-training.md).
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class Format:
 
     each: tuple[str, ...] = ()  # names of one checkpoint below {checkpoints}; a folder ends in /
     complete: str = ""  # the file that is written last
-    unless: str = ""  # a file that exists while the checkpoint is unfinished
+    unless: str = ""  # a file that exists only while the checkpoint is unfinished
     progress: tuple[str, ...] = ()  # regular expressions with the groups that Progress names
-    also: tuple[str, ...] = ()  # kept with each checkpoint
+    also: tuple[str, ...] = ()  # files that are kept with each checkpoint
     is_sharded: bool = False  # whether each rank writes its own files
     of_rank: str = ""  # a regular expression for names of files that only the writing rank reads
 
 
-# DeepSpeed's ZeRO, also below another framework's checkpoint: a rank reads no other's (runtime/engine.py of 0.19.8),
-# unless `elastic_checkpoint` lets another number of GPUs read them.
+# DeepSpeed's ZeRO files, also below another framework's checkpoint: a rank reads only its own files (runtime/engine.py
+# of 0.19.8), unless `elastic_checkpoint` lets another number of GPUs read them.
 ZERO_OF_RANK = r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_.*\.pt"
 FORMATS: dict[str, Format] = {
     "hf-trainer": Format(
@@ -92,7 +92,7 @@ FORMATS: dict[str, Format] = {
         is_sharded=True,
         of_rank=r"optim_\d+_rank\d+\.pt",
     ),
-    # Rank 0 writes .metadata after all ranks wrote theirs; a rank may read another's files.
+    # Rank 0 writes .metadata after all ranks wrote their files; a rank may read another rank's file.
     "dcp": Format(each=("step-{step}/",), complete=".metadata", is_sharded=True),
     "deepspeed": Format(
         each=("global_step{step}/",),
@@ -143,7 +143,7 @@ class CommandCheckpoint:
     every: Every = Every()
     size_gb: float | None = bounded(None, 0.0001, 10_000.0)
     same_gpus: bool = True  # whether a checkpoint that 8 GPUs wrote can only be read by 8 GPUs
-    # number of checkpoints kept among the command's own files; None: the command removes them itself
+    # number of checkpoints kept among the command's own files; None if the command removes them itself
     keep_on_disk: int | None = bounded(None, 1, 10_000)
     heartbeat_s: float = bounded(60.0, 0.5, 3600.0)
 
@@ -252,12 +252,12 @@ class CommandConfig(JobConfig):
 
     @property
     def complete(self) -> str:
-        """The file of a checkpoint that is written last; empty: not known."""
+        """The file of a checkpoint that is written last; empty if unknown."""
         return self.format.complete if self.checkpoint.complete is None else self.checkpoint.complete
 
     @property
     def unless(self) -> str:
-        """The file that marks a checkpoint as unfinished; empty: there is none."""
+        """The file that marks a checkpoint as unfinished; empty if there is none."""
         return self.format.unless if self.checkpoint.unless is None else self.checkpoint.unless
 
     @property
@@ -269,8 +269,8 @@ class CommandConfig(JobConfig):
 
     @property
     def parts(self) -> NodeParts:  # type: ignore[override]
-        """Which parts of a checkpoint the nodes write: each node writes its own part, but only the leader writes a file
-        that is overwritten.
+        """Which parts of a checkpoint the nodes write: each node writes its own part. A file that is overwritten is
+        written by the leader alone.
         """
         own = [re.sub(r"\\\{.*?\\\}|\\\*", "[^/]*", re.escape(name)) for name in self.names if RANK in name]
         zero = ZERO_OF_RANK if self.checkpoint.same_gpus else ""
@@ -330,7 +330,7 @@ class CommandConfig(JobConfig):
 
     @property
     def saves_on_signal(self) -> bool | None:
-        """Whether a stop leaves a checkpoint; None: not known."""
+        """Whether a stop leaves a checkpoint; None if unknown."""
         return {"true": True, "false": False, "unknown": None}[self.stop.saves] if self.saves else False
 
     def phases(self) -> tuple[PhaseSize, ...]:
@@ -359,7 +359,7 @@ class CommandConfig(JobConfig):
 
     @property
     def demands(self) -> Demands:  # type: ignore[override]
-        """What the command needs from a node. A command with a set-up, or with `install` in its text, may install
+        """What the command needs from a node. A set-up, or `install` in its text, means that it may install
         packages.
         """
         return Demands(
@@ -404,7 +404,7 @@ class CommandConfig(JobConfig):
 
     def save_interval_s(self, step_s: float) -> float:
         if not self.saves:
-            return ENDLESS_S  # after a loss everything is repeated
+            return ENDLESS_S  # after a loss all work is repeated
         every = self.checkpoint.every
         if every.minutes is not None:
             return every.minutes * 60
@@ -420,7 +420,9 @@ class CommandConfig(JobConfig):
         save_steps: int | None = None,
         saves_on_stop: bool = False,
     ) -> CommandConfig:
-        """A measured size wins over the declared one; the rest counts only if nothing is declared."""
+        """The config, in which a measured size replaces the declared one; other values count only if none is
+        declared.
+        """
         if hours:
             bought = Hours(low=hours, likely=hours, high=hours)
             return changed(self, work=replace(self.work, hours=bought)) if is_endless(self) else self
@@ -458,7 +460,7 @@ class CommandConfig(JobConfig):
             final={"outputs": held},
             final_if_cut=(0,),
             dataset=0,
-            staged_in_memory=False,  # snapshots go from disk to disk
+            staged_in_memory=False,  # snapshots are copied from disk to disk
             results=False,  # the run leaves only the command's own outputs
         )
 
@@ -469,9 +471,7 @@ class CommandConfig(JobConfig):
         return (Rung(micro=1),)
 
     def ranks(self, gpu_count: int, nodes: int = 1) -> int:
-        """The number of GPUs that the command uses: as many as the file says, or all if the command starts a process
-        for each.
-        """
+        """The number of GPUs that the command uses: the declared one, or all if it starts a process for each."""
         several = any(word in self.command for word in LAUNCHERS) or any(
             stated.counts and stated.gpus and stated.gpus > 1 for stated in self._told_times()
         )
@@ -496,17 +496,17 @@ class CommandConfig(JobConfig):
         work = self.work
         lengths = [key for key in ("steps", "epochs", "hours") if getattr(work, key) is not None]
         if len(lengths) > 1:
-            yield f"work.{lengths[1]}", f"one of work.{' and work.'.join(lengths)}"
+            yield f"work.{lengths[1]}", f"only one of work.{' and work.'.join(lengths)}"
         if work.hours is not None and not 0 < work.hours.low <= work.hours.likely <= work.hours.high:
-            yield "work.hours", "low, likely and high, in that order and above 0: p10, p50 and p90 of your own"
+            yield "work.hours", "low, likely and high, above 0 and in rising order: your own p10, p50 and p90"
         if work.step_ms is not None and any(not 0 < milliseconds < 1e9 for milliseconds in work.step_ms.values()):
             yield "work.step_ms", "milliseconds above 0 by GPU, such as {A10G: 590}"
         if work.epoch_minutes is not None and any(not 0 < minutes < 1e6 for minutes in work.epoch_minutes.values()):
             yield "work.epoch_minutes", "minutes above 0 by GPU, such as {A10G: 12}"
         if work.step_ms is not None and self.unit == "epoch":
-            yield "work.step_ms", "work.epoch_minutes where epochs are counted, or work.steps_per_epoch beside it"
+            yield "work.step_ms", "work.epoch_minutes if epochs are counted, or work.steps_per_epoch beside it"
         if work.epoch_minutes is not None and self.unit == "step":
-            yield "work.epoch_minutes", "work.step_ms where steps are counted"
+            yield "work.epoch_minutes", "work.step_ms if steps are counted"
         usr = self.stop.signal in ("USR1", "USR2") or self.stop.request in ("USR1", "USR2")
         if usr and "torchrun" in self.command and "--signals-to-handle" not in self.command:
             yield (
@@ -521,7 +521,7 @@ class CommandConfig(JobConfig):
             if unknown := unknown_placeholders(text, extra=path.startswith("resume")):
                 yield (
                     path,
-                    f"the placeholders {', '.join(PLACEHOLDERS)}; {{{{ is a brace, and {unknown} is none of them",
+                    f"the placeholders {', '.join(PLACEHOLDERS)}; {{{{ is a brace; {unknown} is unknown",
                 )
 
     def texts(self) -> Iterator[tuple[str, str]]:
@@ -537,12 +537,12 @@ class CommandConfig(JobConfig):
 
     def _trains_apart(self) -> str:
         if (alone := ALONE.search(self.command)) is not None:
-            return f"{STATIC} in the place of {alone[0]}, with which each node trains alone"
+            return f"{STATIC} instead of {alone[0]}, which makes each node train alone"
         names_rank = any("{node_rank}" in text or NODE_RANK in text for _, text in self.texts())
         if not names_rank and not GIVES_RANKS.search(self.command):
             return (
                 "{node_rank}, by which each node knows its ranks, as in torchrun"
-                f" {STATIC}; where your script reads {NODE_RANK} by itself, job.env says so:"
+                f" {STATIC}; if your script reads {NODE_RANK} by itself, write under job.env:"
                 " {NODE_RANK: '{node_rank}'}"
             )
         return ""
@@ -551,13 +551,16 @@ class CommandConfig(JobConfig):
         saved = self.checkpoint
         if not self.saves:
             if beside := sorted(key for key in ("each", "complete", "unless", "also") if getattr(saved, key)):
-                yield f"checkpoint.{beside[0]}", "nothing beside checkpoint: none, of a command that saves nothing"
+                yield (
+                    f"checkpoint.{beside[0]}",
+                    "no other key beside checkpoint: none, which means that the command saves nothing",
+                )
             return
         if not self.names:
             yield (
                 "checkpoint.each",
                 "what one checkpoint is, such as checkpoint-{step}/, epoch_{epoch}.pt or ckpt.pt, or a `format`; or"
-                " checkpoint: none, of a command that saves nothing",
+                " checkpoint: none if the command saves nothing",
             )
             return
         counted = [bool(COUNTED.search(name)) for name in self.names]
@@ -566,7 +569,7 @@ class CommandConfig(JobConfig):
         if saved.rewritten and any(counted):
             yield (
                 "checkpoint.rewritten",
-                "false where the names have {step} or {epoch}, because each checkpoint is then a file of its own",
+                "false if the names have {step} or {epoch}, because each checkpoint is then a file of its own",
             )
         if saved.rewritten is False and len({frozenset(COUNTED.findall(name)) for name in self.names}) > 1:
             yield "checkpoint.each", "names that all hold {step}, or all {epoch}, or all both"
@@ -574,9 +577,8 @@ class CommandConfig(JobConfig):
         if folder in (".", "..", "{code}") or _leaves(folder):
             yield (
                 "checkpoint.folder",
-                "{checkpoints}, or a folder for checkpoints only, because it is emptied before each start. Where the "
-                "command saves into"
-                " the folder that it starts in, write job.workdir: {checkpoints}",
+                "{checkpoints}, or a folder for checkpoints only, because gpufleet empties it before each start."
+                " If the command saves into the folder in which it starts, write job.workdir: {checkpoints}",
             )
         for path, names in (("checkpoint.each", self.names), ("checkpoint.also", saved.also)):
             if any(name.startswith("/") or ".." in name.split("/") for name in names):
@@ -587,15 +589,15 @@ class CommandConfig(JobConfig):
         every = self.checkpoint.every
         keys = [key for key in ("steps", "epochs", "minutes") if getattr(every, key) is not None]
         if len(keys) > 1:
-            yield "checkpoint.every", "one of steps, epochs and minutes"
+            yield "checkpoint.every", "only one of steps, epochs and minutes"
         elif every.steps is not None and self.unit == "epoch":
-            yield "checkpoint.every.steps", "epochs or minutes, where epochs are counted"
+            yield "checkpoint.every.steps", "epochs or minutes, because this run counts epochs"
         elif every.steps is not None and not self.counts_steps:
-            yield "checkpoint.every.steps", "minutes, where work.steps does not say how many steps there are"
+            yield "checkpoint.every.steps", "minutes, because work.steps is not given"
         elif every.epochs is not None and (self.steps_between_saves() is None or not self.counts_steps):
             yield (
                 "checkpoint.every.epochs",
-                "minutes, or epochs where work.epochs says how many there are, or work.steps_per_epoch how long one is",
+                "minutes; epochs need work.epochs or work.steps_per_epoch",
             )
 
     def _progress_problems(self) -> Iterator[tuple[str, str]]:
@@ -614,14 +616,14 @@ class CommandConfig(JobConfig):
                 return
         groups = self.groups
         if unknown := sorted(groups - set(GROUPS)):
-            yield "progress.stdout", f"groups named {', '.join(GROUPS)}, and {', '.join(unknown)} is none of them"
+            yield "progress.stdout", f"groups named {', '.join(GROUPS)}; unknown: {', '.join(unknown)}"
         elif self.patterns and not groups & {"step", "epoch"}:
             yield "progress.stdout", "a group named step, as in (?P<step>[0-9]+), or epoch"
         elif self.patterns and self.unit == "step" and not ("step" in groups or self._counts_batches(groups)):
             yield (
                 "progress.stdout",
-                "a group named step, or epoch, batch and batches, where steps are counted; write work.epochs to count"
-                " epochs",
+                "a group named step, or groups epoch, batch and batches, because this run counts steps; write"
+                " work.epochs to count epochs",
             )
 
     def _counts_batches(self, groups: frozenset[str]) -> bool:
@@ -642,8 +644,8 @@ class CommandConfig(JobConfig):
             written, counted = setting(self.command, names), getattr(self.work, key)
             if written is not None and counted is not None and int(written["value"]) != counted:
                 yield (
-                    f"job.command has {written[0]} and job.work.{key} is {counted}: the script trains the first "
-                    "number, and the bill counts the second"
+                    f"job.command has {written[0]} and job.work.{key} is {counted}: the script trains for the first"
+                    " number, but the bill counts the second"
                 )
         if self.stages > 1:
             yield (
@@ -673,7 +675,7 @@ def _leaves(folder: str) -> bool:
     return os.path.normpath(folder).startswith(("/", "../")) or os.path.normpath(folder) == ".."
 
 
-# Patterns for a program that trains, by its name, up to its script; and for a program that does something else.
+# Patterns for a program that trains, up to the name of its script, and for a program that does something else.
 TRAINING = re.compile(
     r"\b(?:python[0-9.]*|torchrun|accelerate\s+launch|deepspeed)\s(?:\S+\s+)*?\S*(?:\.py\b|(?<=-m\s)[\w.]+)|\byolo\b"
 )
@@ -706,8 +708,8 @@ SAVE_INTERVALS = (
 
 
 def setting(command: str, names: Iterable[str]) -> re.Match[str] | None:
-    """The match of the first of these settings to which a command gives a whole number, as in `--max_steps 5000` or
-    `--max_iters=600`. The group `value` has the number. None without one.
+    """The first of these settings to which a command gives a whole number, as in `--max_steps 5000` or
+    `--max_iters=600`. The group `value` has the number. None if the command has none of them.
     """
     matches = (
         re.search(rf"(?<!\S)--{name.replace('_', '[-_]')}(?:=|\s+)(?P<value>[0-9]+)(?![\w.])", command, re.IGNORECASE)
@@ -722,8 +724,9 @@ PLACEHOLDERS = (
     *("{nodes}", "{node_rank}", "{ranks}", "{master}", "{port}"),
 )
 NODE_RANK = "GPUFLEET_NODE_RANK"  # as in contract/environment.py
-STATIC = "--nnodes {nodes} --node-rank {node_rank} --master-addr {master} --master-port {port}"  # torchrun's options
-# With these each node waits for itself: no way to meet, its own address as the others', or one node as enough.
+STATIC = "--nnodes {nodes} --node-rank {node_rank} --master-addr {master} --master-port {port}"  # options of torchrun
+# Options with which each node waits only for itself: no meeting point, its own address as the meeting point, or a
+# number of nodes of 1.
 _OWN = r"(localhost|127\.0\.0\.1|0\.0\.0\.0)\b"
 _ADDRESS = "rdzv[-_]endpoint|master[-_]addr|main[-_]process[-_]ip|main[-_]address|dist[-_]url"
 ALONE = re.compile(
@@ -739,8 +742,8 @@ PLACEHOLDER_NAMES = re.compile(
 
 
 def unknown_placeholders(text: str, *, extra: bool = False) -> str:
-    """The first {word} of a text that is no placeholder, or empty. `extra`: {checkpoint}, {step}, {epoch} are known
-    too. Braces without a plain name in them (${HOME}, {1..3}, {"json": 1}) are left to the shell.
+    """The first {word} of a text that is no placeholder; empty if there is none. `extra`: {checkpoint}, {step}, {epoch}
+    are placeholders too. Braces without a plain name in them (${HOME}, {1..3}, {"json": 1}) are left to the shell.
     """
     for match in PLACEHOLDER.finditer(text):
         known = PLACEHOLDER_NAMES.fullmatch(match[1]) or (extra and match[1] in ("checkpoint", "step", "epoch"))
@@ -750,7 +753,7 @@ def unknown_placeholders(text: str, *, extra: bool = False) -> str:
 
 
 def filled(text: str, values: dict[str, str | int]) -> str:
-    """The text with its placeholders replaced, {step:06d} too, and {{ }} as braces. Unknown placeholders stay."""
+    """The text with its placeholders replaced, {step:06d} too; {{ and }} become braces. Unknown ones stay."""
 
     def replaced(match: re.Match[str]) -> str:
         if match[0] in ("{{", "}}"):

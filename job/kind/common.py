@@ -27,8 +27,8 @@ _KEPT = 4096  # cached answers
 
 
 def remembered(function: F) -> F:
-    """The function with a cache for frozen parameters, which a comparison passes thousands of times: objects are found
-    by identity first, because hashing parameters takes longer than the lookup.
+    """The function with a cache for frozen parameters, which a comparison passes thousands of times. Objects are found
+    by identity first, because hashing the parameters takes longer than the lookup.
     """
     of_equal, cached = lru_cache(maxsize=_KEPT)(function), dict[tuple[Any, ...], tuple[Any, Any]]()
 
@@ -128,7 +128,8 @@ class PhaseSize:
     """
 
     name: str
-    kind: str = ""  # the kind of training whose speeds apply: from scratch, all weights, adapter, mixture; empty: none
+    # the kind of training whose speeds apply: from scratch, all weights, adapter, mixture; empty if none does
+    kind: str = ""
     params_total: int
     params_active: int
     params_trained: int  # parameters with gradients and moments
@@ -153,11 +154,11 @@ class PhaseSize:
     growth_s: float = 0.0  # seconds before the phase's first step, to make and check a model that changes shape
     sharded: bool = False  # whether the trained state is split over the ranks (FSDP2); else each rank has a copy
     gathered_bytes: int = 0  # bytes of split weights that each micro-batch gathers from the ranks
-    # the attention as counted in flops_per_token; None: there is none
+    # the attention as counted in flops_per_token; None if there is none
     attention: Literal["causal", "full"] | None = "causal"
     # seconds, for a run with an unknown number of steps, in which a step stands for one second
     counts: Literal["steps", "epochs", "seconds"] = "steps"
-    validation: str | None = "val"  # the name of its validation figure, lower is better; None: no data are held out
+    validation: str | None = "val"  # the name of its validation figure, lower is better; None if no data are held out
     may_stop_early: bool = False  # whether the phase may end by itself before its last step
     waits_for_saves: bool = False  # whether training stands still until a save is written
 
@@ -221,16 +222,16 @@ class Rung:
 class Demands:
     """What a job needs from its node."""
 
-    one_node: str = ""  # why several nodes do not help; empty: they do
-    apart: str = ""  # the hint if each of several nodes would train alone; empty: they train together
+    one_node: str = ""  # why several nodes do not help; empty if they do
+    apart: str = ""  # the hint if each of several nodes would train alone; empty if they train together
     like_nodes: bool = False  # whether only a node with the same number of GPUs can resume its checkpoints
     interval: bool = False  # whether the interval between saves is unknown, which matters only if nodes are interrupted
     container_options: str = ""  # options for `docker run`; {app}: the job archive's folder
     code: Code | None = None  # the user's code, which a node gets beside gpufleet's own
     installs: bool = False  # whether the job may install packages in its container
     inputs: tuple[tuple[str, str], ...] = ()  # entries of storage.inputs that it uses, as (path of the key, name)
-    takes: tuple[str, ...] = ()  # the only files that it takes of an earlier stage's output; empty: all
-    leaves: tuple[str, ...] = ()  # the files of final/ that it leaves for a later stage, where that asks for some
+    takes: tuple[str, ...] = ()  # the only files that it takes from an earlier stage's output; empty for all
+    leaves: tuple[str, ...] = ()  # the files of final/ that it leaves for a later stage, if that stage asks for some
     # The entries of Parameter Store (ssm:/name) and Secrets Manager (secretsmanager:name) that a node may read, by
     # their names in the parameters; and the entry with user:password for the image's registry.
     secrets: Mapping[str, str] = field(default_factory=dict)
@@ -246,7 +247,7 @@ class ToldTime:
     section: str  # the path of the section that declares it, and its key there
     key: str
     gpu: str
-    gpus: int | None  # None: not declared
+    gpus: int | None  # None if not declared
     ms: float
     counts: bool  # whether the time is for the run's unit
 
@@ -258,7 +259,7 @@ class ToldSpeed:
     key: str  # the path of the section that declares it
     times: tuple[ToldTime, ...] = ()
     from_page: bool = False  # whether the figure is from a web page, not from the user
-    hours: tuple[float, float, float] | None = None  # p10, p50 and p90 of the whole work; None: not declared
+    hours: tuple[float, float, float] | None = None  # p10, p50 and p90 of the whole work; None if not declared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

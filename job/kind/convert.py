@@ -51,16 +51,13 @@ def hints(cls: type[Any]) -> dict[str, Any]:
 
 
 def unwrap(hint: Any) -> tuple[Any, bool]:
-    """The type without `| None`, and whether None is allowed. For a deadline, which has two types, it is the first of
-    them.
-    """
+    """The type without `| None`, and whether None is allowed. A deadline has two types: this is the first."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return next(arm for arm in typing.get_args(hint) if arm is not types.NoneType), True
     return hint, False
 
 
 def rule_of(spec: Field[Any]) -> Rule:
-    """The rule in a field's metadata."""
     of = spec.metadata
     return Rule(minimum=of.get("minimum"), maximum=of.get("maximum"), one=of.get("one", False))
 

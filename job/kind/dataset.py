@@ -34,9 +34,7 @@ class Dataset(ABC, Generic[C]):
 
     @abstractmethod
     def prepare(self, folder: Path, supplied: Given) -> DatasetManifest:
-        """The dataset in `folder`. Unless it exists already, it is made now from the given text or from data.source.
-        Raises ValueError.
-        """
+        """The dataset in `folder`; if missing, made from the given text or from data.source. Raises ValueError."""
 
     @abstractmethod
     def accept(self, folder: Path, supplied: Given) -> DatasetManifest:
@@ -47,9 +45,7 @@ class Dataset(ABC, Generic[C]):
         return True
 
     def argument(self, *, own: bool = False) -> str:
-        """The further argument of `gpufleet prepare` if the source, or the existing data (`own`), is a user's file;
-        else empty.
-        """
+        """The further argument of `gpufleet prepare` if the source, or the data (`own`), is a user's file; else ""."""
         return ""
 
     def differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
@@ -66,8 +62,8 @@ class Dataset(ABC, Generic[C]):
         return None
 
     def weights_differ(self, folder: Path) -> str:
-        """How base weights in `folder` contradict the parameters, as a phrase to put after their name; empty if they do
-        not.
+        """How base weights in `folder` contradict the parameters, as a phrase after their name; empty if they
+        do not.
         """
         return ""
 

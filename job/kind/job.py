@@ -34,7 +34,7 @@ class Probed(NamedTuple):
     """The shortened job that a probe runs."""
 
     config: JobConfig
-    stop_at: int | None = None  # the step at which the probe stops it; None: it ends by itself
+    stop_at: int | None = None  # the step at which the probe stops the job; None if the job ends by itself
     save_wait_s: float = 0.0  # seconds to wait for a save that cannot be requested
 
 
@@ -52,7 +52,7 @@ class Workload(ABC):
     __slots__ = ()
 
     device: Literal["cuda", "cpu"]
-    gpus: int | None = None  # GPUs of the node; None: all of them
+    gpus: int | None = None  # GPUs of the node; None for all of them
     log: Log
 
     path: ClassVar[str] = "job.parameters"  # the path of the parameters in a definition
@@ -77,7 +77,7 @@ class Workload(ABC):
 
     @abstractmethod
     def memory(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory | None:
-        """Predicted bytes on one GPU; None: not known. Assumes that gradients are freed between optimizer steps, and
+        """Predicted bytes on one GPU; None if unknown. Assumes that gradients are freed between optimizer steps, and
         that all activations of eager autograd are kept, except where compiled steps were seen to keep fewer
         (bench/results/gpu.md).
         """
@@ -88,7 +88,9 @@ class Workload(ABC):
 
     @abstractmethod
     def rows(self) -> int | None:
-        """Rows of a step over all ranks: windows, packed rows or queries, as micro-batches count. None: not known."""
+        """Rows of a step over all ranks, in the unit of micro-batches: windows, packed rows or queries. None if
+        unknown.
+        """
 
     @abstractmethod
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
@@ -107,9 +109,7 @@ class Workload(ABC):
         return min(per_node * nodes, max(per_node, rows))
 
     def gpus_needed(self, there: int = 1) -> int:
-        """The least number of GPUs for the job on a node that has `there` GPUs; with `there` = 1, on any node; 0 for a
-        job on a CPU.
-        """
+        """The least number of GPUs for the job on a node that has `there`; if that is 1, on any node; 0 on a CPU."""
         return 0 if self.device == "cpu" else self.gpus or self.ranks(there)
 
     @property
@@ -150,13 +150,13 @@ class Workload(ABC):
         save_steps: int | None = None,
         saves_on_stop: bool = False,
     ) -> Self:
-        """The parameters, completed by figures that are known from elsewhere and that they only declare or omit:
-        `hours` of work, measured bytes of a save, steps between two saves, and whether a stop made a save.
+        """The parameters, completed by known figures that they only declare or omit: `hours` of work, measured bytes of
+        a save, steps between two saves, and whether a stop made a save.
         """
         return self
 
     def variants(self) -> Iterator[Alternative]:
-        """Alternatives, the smallest change first; none if the number of steps is given, or the batch is not known."""
+        """Alternatives, the smallest change first; none if the number of steps is given, or the batch is unknown."""
         yield from ()
 
 
@@ -165,7 +165,7 @@ class DataNeeded:
 
     __slots__ = ()
 
-    dataset_kind: ClassVar[str] = ""  # the dataset's kind in dataset.json; empty: the job has no dataset
+    dataset_kind: ClassVar[str] = ""  # the dataset's kind in dataset.json; empty if the job has no dataset
     dataset_checks: ClassVar[Checks] = {}  # the entries that dataset.json must have
 
     @property
@@ -203,12 +203,12 @@ class Saving(ABC):
         """Seconds between two timed checkpoints, if a step takes `step_s`."""
 
     def steps_between_saves(self) -> int | None:
-        """Steps from one save to the next; None when the job saves by the clock."""
+        """Steps from one save to the next; None if the job saves by the clock."""
         return None
 
     @property
     def saves_on_signal(self) -> bool | None:
-        """Whether a request to stop leaves a checkpoint; None: not known."""
+        """Whether a request to stop leaves a checkpoint; None if unknown."""
         return True
 
     @property

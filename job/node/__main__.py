@@ -57,10 +57,10 @@ from gpufleet.job.node.outside import (
 from gpufleet.job.node.schedule import Schedule
 from gpufleet.job.node.settings import InstanceIdentity, Settings
 
-LOG_LINES = 200  # number of lines of a crashed job's log that go into the boot log
-OTHERS_S = 300  # seconds for a block's other nodes to end, once the run is over
-TIMER_STOP_S = 180  # seconds after which the timer gives up on a docker that hangs
-# `up` adds its fleet's id to the bucket seconds after the fleet exists, `destroy` removes it before the fleet.
+LOG_LINES = 200  # last lines of a crashed job's log that go into the boot log
+OTHERS_S = 300  # seconds that a block's other nodes get to end, once the run is over
+TIMER_STOP_S = 180  # so many seconds after its start the timer gives up on a docker that hangs
+# `up` adds its fleet's id to the bucket seconds after the fleet exists; `destroy` removes the id before the fleet.
 UNKNOWN_S, KNOWN_LOOK_S = 600, 120
 
 
@@ -89,7 +89,7 @@ class NodeRun:
         )
         self.manifest: str | None = None
         self.keys: list[str] = []
-        self.others: OtherNodes  # set as soon as the attempt's record begins
+        self.others: OtherNodes  # exists from the beginning of the attempt's record on
         self.workdir: Path | None = None  # the job's folder, once it exists
         self.timer = threading.Thread(target=self._end_by_timer, name="timer", daemon=True)
         self.fired, self.ender, self._taking_over = threading.Event(), self.timer, threading.Lock()
@@ -161,7 +161,7 @@ class NodeRun:
             return self._run_job(container.command(*here, pulled_s, address.strip(), self.hand_over.market))
 
     def _terms(self) -> terms.Terms:
-        """The run's terms; as long as run.json is missing, the terms of a single node that would be replaced."""
+        """The run's terms. As long as run.json is missing, they are those of a single node that would be replaced."""
         if self._fetching is not None:
             self._fetching.join()
         run = atomic.read_object(self.folder / RUN)
@@ -184,7 +184,7 @@ class NodeRun:
             self._leave("the run was over before this boot")
 
     def _meet(self) -> None:
-        """Meets the nodes of the other market, so that only one node trains at a time."""
+        """Finds the nodes of the other market, so that only one node trains at a time."""
         try:
             trains = self.hand_over.meet(self._find_fleet, self.keys)
         except OSError as error:
@@ -195,15 +195,15 @@ class NodeRun:
         if self.hand_over.took_over:
             self.notices.tell("on spot it would miss its deadline: it continues on demand")
         if "/" in self.settings.run and (own := self._find_fleet()) is not None:
-            self.allowance.fleets = [own]  # another stage's fleet has a schedule of its own
+            self.allowance.fleets = [own]  # the fleet of another stage has its own schedule
         if self.hand_over.fleet:
             # the end of spot's allowance must not end the on-demand fleet
             self.allowance.fleets = [self.hand_over.fleet]
-            self._leave_if_over()  # so results that other nodes have left by now are counted
+            self._leave_if_over()  # results that other nodes have left by now count too
 
     def _list(self) -> bool:
         """Lists the run's objects once: whether the run is over, the newest manifest, earlier attempts."""
-        for _ in tries(6):  # a fresh role may be refused for half a minute
+        for _ in tries(6):  # AWS may refuse a new role for half a minute
             if (keys := self.objects.keys()) is not None:
                 self.keys = keys
                 newest = attempts.newest_manifest(keys)
@@ -230,14 +230,14 @@ class NodeRun:
             self._crash("the attempt cannot be recorded")
 
     def _records(self) -> list[AttemptRecord] | None:
-        """The records of all boots, including this one's if it exists. None if they cannot be read; then the attempt
+        """The records of all boots, including this one's if it exists. None if they cannot be read: then the attempt
         cannot be counted and must not be repeated.
         """
         folder = self.folder / ATTEMPTS
         return attempts.read(folder, _set_aside) if self.objects.get_folder(ATTEMPTS, folder) else None
 
     def _ask_others(self) -> bool:
-        """Whether AWS said when other nodes ended; this node's record keeps the times for later nodes."""
+        """Whether AWS answered when other nodes ended; this node's record keeps the times for later nodes."""
         fleet = self._find_fleet() if self.others.doubtful else None
         if fleet is not None:
             now = self.clock()
@@ -276,15 +276,13 @@ class NodeRun:
 
         watch = (self._noticed, recount)
         threading.Thread(target=self.allowance.watch, args=watch, name="allowance", daemon=True).start()
-        say(f"timer: {self.allowance.timer_at - self.clock():.0f} s from now, at the dearest price")
+        say(f"timer: {self.allowance.timer_at - self.clock():.0f} s from now, at the highest price")
         left_s = over - self.clock()
         if left_s <= (LEAST_S if self.others.nodes or self.others.untold else 0):
-            self._end_run(limit, f"{max(left_s, 0):.0f} s were left for this boot")
+            self._end_run(limit, f"only {max(left_s, 0):.0f} s were left for this boot")
 
     def _watch_notice(self) -> None:
-        """Watches for an interruption notice until the job watches for it: a boot that AWS interrupts is not a failed
-        attempt.
-        """
+        """Watches for an interruption notice until the job does: a boot that AWS interrupts is not a failed attempt."""
         while not self._job_looks:
             if self._noticed() and not self._job_looks:
                 self._record_exit(AttemptExit.INTERRUPTED, "interrupted")
@@ -312,7 +310,7 @@ class NodeRun:
         wanted = 0 if listed is None or self.settings.device == "cpu" else listed.efa
         here = len(container.efa_devices(self.settings.root))
         if wanted and here != wanted:
-            self._crash(f"{here} EFA devices are here where its launch template has {wanted}")
+            self._crash(f"this machine has {here} EFA devices, but its launch template asks for {wanted}")
 
     def _pull(self) -> None:
         """Pulls the image, or both images of a command, whose own image may come from another registry."""
@@ -360,7 +358,6 @@ class NodeRun:
         self._crash(f"the container ended with {code}", code, why=why)
 
     def _end_run(self, reason: str, detail: str = "") -> NoReturn:
-        """Ends the run."""
         self._ended = True
         say(f"the run is over: {reason}{detail and ': '}{detail}")
         self._upload_log()
@@ -374,8 +371,8 @@ class NodeRun:
         self._leave(reason)
 
     def _hand_on(self) -> None:
-        """Begins the next stage, if there is one and this one has done its work. To do this twice is harmless, because
-        the fleet already has its size the second time. If it fails, this fleet stays, and its next node tries again.
+        """Begins the next stage, if there is one and this stage has done its work. A second try does no harm, because
+        the fleet already has its size then. If the start fails, this fleet stays, and its next node tries again.
         """
         stage = self.settings.next_stage
         ending = self._read_ending() if stage else None
@@ -384,7 +381,7 @@ class NodeRun:
         listed = self._list()
         if listed and ASKED in self.keys:
             return say(f"somebody asked the run to end: the stage {stage} does not begin")
-        self.allowance.open()  # nothing costs money until the next stage has a node
+        self.allowance.open()  # until the next stage has a node, nothing costs money
         if not listed or not retry(5, lambda: self._start_machine(f"-{stage}", "{}")):
             self._leave(f"the stage {stage} could not be begun: the next node tries again")
         say(f"the stage {stage} begins")
@@ -405,8 +402,8 @@ class NodeRun:
         self._leave("the run continues on demand")
 
     def _crash(self, reason: str, code: int = AttemptExit.CRASHED, *, why: str = "") -> NoReturn:
-        """Records a failed attempt; the fleet then makes the next node, unless three attempts in a row made no
-        progress. A block's fleet makes none: it ends, so that the next `up` launches all of its nodes again.
+        """Records a failed attempt. The fleet then makes the next node, unless three attempts in a row made no
+        progress. A block's fleet replaces no node: it ends, and the next `up` launches all of its nodes again.
         """
         self._yield()
         self._ended = True
@@ -418,12 +415,12 @@ class NodeRun:
         self._upload_log()
         records = self._records() if self._record_exit(code, reason) and self._list() else None
         if records is None:
-            say("the attempt cannot be counted")  # with several nodes the other nodes go on, and end by themselves
+            say("the attempt cannot be counted")  # with several nodes, the other nodes go on and end by themselves
         elif self._is_futile(boots := attempts.futile_boots(records, self.manifest)):
             self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress; the last: {reason}")
         ended = ""
         if not self._terms().replaces:
-            ended = ": its fleet is ended, as it replaces no node; `pulumi up` launches all of them again"
+            ended = ": its fleet is ended, because it replaces no node; `pulumi up` launches all nodes again"
         elif records is None and not self._terms().is_gang:
             ended = ": its fleet is ended"
         self.notices.tell(f"a node has failed, {reason}{ended}")  # sent before AWS may end this machine
@@ -451,10 +448,10 @@ class NodeRun:
         self._leave("interrupted")
 
     def _ask_again(self, name: str, pause_s: float) -> NoReturn:
-        """Ends this node after others were missing for too long; a pause without bills follows, then all come again."""
+        """Ends this node, because others were missing for too long. After a pause AWS launches all of them again."""
         pause, once = json.dumps({"pause_s": round(pause_s)}), ("--name", f"{self.settings.run}-{name}")
         begun = retry(3, lambda: self._start_machine("", pause, *once))
-        then = f"AWS is asked for all again in {pause_s / 60:.0f} minutes" if begun else "its fleet asks at once"
+        then = f"AWS launches all again in {pause_s / 60:.0f} minutes" if begun else "its fleet launches nodes at once"
         say(f"others were missing: {then}")
         self.allowance.open()
         self._upload_log()
@@ -463,7 +460,7 @@ class NodeRun:
         self._leave("others were missing")
 
     def _leave(self, why: str) -> NoReturn:
-        """Shuts the machine down; every end goes through here."""
+        """Shuts the machine down; every end of a node calls this."""
         self._ended = True
         say(f"shutting down: {why}")
         if retry(5, lambda: call("shutdown", "-h", "now")):
@@ -480,8 +477,8 @@ class NodeRun:
 
     def _end_unless_known(self) -> None:
         """Ends a fleet that no stack's state names, because `up` was killed after it made the fleet, or `destroy` lost
-        it. If a state has named the fleet once, it is not ended when S3 does not answer. A fleet that no state has
-        named gets the same time to be named.
+        it. A fleet that a state has named once is not ended if S3 does not answer. A fleet that no state has named yet
+        gets UNKNOWN_S for that.
         """
         fleet, seen, since = self._find_fleet(), False, time.monotonic()
         while not self._ended:
@@ -496,7 +493,7 @@ class NodeRun:
 
     def _end_unknown(self) -> NoReturn:
         """Ends an unknown fleet, without a done marker: the run may belong to another fleet."""
-        why = "no stack's state knows of its fleet"
+        why = "no stack's state names its fleet"
         say(f"{why}: docs/real-aws.md, A command that was killed")
         self._record_exit(AttemptExit.TERMINATED, why)
         self._upload_log()
@@ -524,7 +521,7 @@ class NodeRun:
             self.ender.join()
 
     def _terminated(self, *_: object) -> None:
-        if self.job is not None:  # without this container, the job's exit code decides
+        if self.job is not None:  # stop the job's container; its exit code then decides how this node ends
             subprocess.Popen(container.stop(self.machine), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         elif not self._ended:
             self._ended = True
@@ -540,14 +537,14 @@ class NodeRun:
         return retry(3, lambda: self.objects.put(file, attempt_key(self.machine.instance)))
 
     def _record_exit(self, code: int, reason: str) -> bool:
-        """Records the exit, unless the supervisor has done so."""
+        """Records the exit, unless the supervisor has recorded one."""
         with self._recording:
             retry(3, lambda: self.objects.get(attempt_key(self.machine.instance), self.folder / "attempt.json"))
             at = iso(self.clock())
             return self._record(replace(self.record, exit=Exit(int(code), reason, self._noticed(), at)))
 
     def _mark_done(self, reason: str, detail: str) -> bool:
-        """Writes done.json, unless the supervisor has written it, or left one here that it could not send."""
+        """Writes done.json, unless the supervisor has written it; sends the supervisor's file if it was not sent."""
         if self._list() and DONE in self.keys:
             return True
         unsent = None if self.workdir is None else atomic.read_object(self.workdir / DONE)
@@ -556,18 +553,16 @@ class NodeRun:
         return retry(4, lambda: self.objects.put(self.folder / DONE, DONE))
 
     def _speaks(self) -> bool:
-        """Whether this node, and not another of several nodes, has ended the run. This node sends the message to
-        people.
-        """
+        """Whether this node, of several, has ended the run. That node sends the message to people."""
         return not self._terms().is_gang or self._who_ended() in ("", self.machine.instance)
 
     def _who_ended(self) -> str:
-        """The instance id of the node that ended the run; empty if it is not known."""
+        """The instance id of the node that ended the run; empty if unknown."""
         ending = self._read_ending()
         return "" if ending is None else ending.instance
 
     def _read_ending(self) -> ends.Done | None:
-        """How the run ended; None if that is not known."""
+        """How the run ended; None if unknown."""
         is_there = self.objects.get(DONE, self.folder / DONE)
         return ends.read((self.folder / DONE).read_bytes()) if is_there else None
 
@@ -575,20 +570,20 @@ class NodeRun:
         retry(2, lambda: self.objects.put(self.folder / "boot.log", boot_log_key(self.machine.instance)))
 
     def _stop_fleet(self, *, alone: bool = False) -> None:
-        """Deletes the fleet; a deleted fleet has no expiry that would end a machine which hangs in its shutdown, so AWS
-        also ends this one from outside. With `alone` the run's other fleet stays. Deleting a block's fleet ends all of
-        its nodes, and nothing replaces them: so the node that ended the run waits for the others before it deletes it.
+        """Deletes the fleet. A deleted fleet has no expiry that would end a machine which hangs in its shutdown, so AWS
+        also ends this machine from outside. With `alone` the run's other fleet stays. Deleting a block's fleet ends all
+        of its nodes, and nothing replaces them, so the node that ended the run waits for the others first.
         """
         fleet = next((fleet_id for _ in tries(3) if (fleet_id := self._find_fleet())), None)
         others = [] if alone else self.hand_over.others(fleet)
         for other in others:
             if not delete_fleet(other):
-                say(f"fleet {other} cannot be deleted, or is already")
+                say(f"fleet {other} cannot be deleted, or is deleted already")
         run = self._terms()
         if fleet is None:
             say("no fleet id: nothing to delete")
         elif run.is_gang and not run.replaces and not self._is_last(fleet):
-            say("whoever ended the run deletes the fleet")
+            say("the node that ended the run deletes the fleet")
         elif retry(3, lambda: delete_fleet(fleet, with_nodes=not run.replaces)):
             say(f"fleet {fleet} is deleted")
             if not call(

@@ -1,7 +1,7 @@
 """Decides how long this node may go on, by its timer and by the schedule at which AWS ends the fleet. Both follow the
 job's meter. The hour of a schedule is the time at which it fires. A node moves the hour only as far as the run's money
-and hours allow. A node that AWS takes puts the hour back to the fleet's expiry, because waiting costs nothing. If no
-node moves it again, the fleet ends at the hour that was set last.
+and hours allow. When AWS takes a node, the node puts the hour back to the fleet's expiry, because waiting costs
+nothing. If no node moves it again, the fleet ends at the hour that was set last.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ LOOK_S = 10  # between two looks at the meter's file
 # Seconds after the allowance is used up. The job's own meter stops first, cleanly; then the timer, which lets the job
 # save (115 s); then AWS.
 TIMER_S, STOP_S = 120, 300
-MOVE_S, AGAIN_S = 300, 60  # waits between two moves of the hour; the second before an earlier hour
-LEAST_S = 300  # a node with less time than this would cost money without training
-NEAR_S = 45  # hours that are closer than this count as the same, because EventBridge Scheduler is exact to a minute
-OPEN_S = 1200  # seconds, more than a node waits for AWS to end it
-SOON_S = 90  # AWS refuses a moment that has passed
+MOVE_S, AGAIN_S = 300, 60  # seconds between two moves of the hour; the second number is for a move to an earlier hour
+LEAST_S = 300  # a node with fewer seconds than this would cost money without training
+NEAR_S = 45  # hours that differ by fewer seconds count as the same, because EventBridge Scheduler is exact to a minute
+OPEN_S = 1200  # more seconds than a node waits for AWS to end it
+SOON_S = 90  # AWS refuses a time that has passed
 
 
 class Allowance:
@@ -40,16 +40,17 @@ class Allowance:
         self._means: Means | None = None
         self._workdir = Path()
         self._began = 0.0
-        self._word: Spent | None = None  # the newest record of the meter
+        self._word: Spent | None = None  # the newest report of the meter
         self._heard_at = 0.0
-        self._spent_at: float | None = None  # when the allowance was used up; it never grows again after that
+        # the time at which the allowance was used up; from then on the allowance does not grow
+        self._spent_at: float | None = None
         self._stands: float | None = None  # the hour to which this node last set the schedule
         self._again_at = self._open_until = float("-inf")
         self._ending = False
         self._moving = threading.RLock()
 
     def begin(self, means: Means, workdir: Path) -> tuple[float, str]:
-        """Returns the moment when the allowance is used up, and the limit that sets it.
+        """The moment when the allowance is used up, and the limit that sets it.
 
         The hour has been moved when this returns.
         """
@@ -58,8 +59,8 @@ class Allowance:
         return means.when_over(None)
 
     def watch(self, noticed: Callable[[], bool], recount: Callable[[], Means | None]) -> None:
-        """Follows the meter until the process ends. `noticed` says whether AWS is about to take this machine. `recount`
-        returns the run's remaining money and hours if more is known about other nodes than before.
+        """Follows the meter until the process ends. `noticed`: whether AWS is about to take this machine. `recount`:
+        the run's remaining money and hours, if more is known about other nodes than before.
         """
         counted_at = self._clock()
         while True:
@@ -71,15 +72,14 @@ class Allowance:
             self.look()
 
     def look(self) -> None:
-        """Sets the timer by the allowance as it is now, and moves the hour if that has changed."""
+        """Sets the timer by the current allowance, and moves the hour if the allowance has changed."""
         with self._moving:
             if self._means is not None and not self._ending:
                 self._look(self._means, self._clock())
 
     def open(self) -> None:
-        """Called when no node of the run spends money for a while:
-
-        AWS is taking this node. If there are several nodes, the others go on.
+        """Puts the hour back to the fleet's expiry, because no node of the run spends money for a while. If there are
+        several nodes, the others go on.
         """
         if self._means is not None and self._means.terms.is_gang:
             return
@@ -88,7 +88,7 @@ class Allowance:
             self.look()
 
     def end_fleets(self, fleets: Sequence[str]) -> bool:
-        """Ends the fleets by the schedule, within a minute or two. False if the schedule could not be moved."""
+        """Ends the fleets by the schedule, within a minute or two. Returns False if the schedule could not be moved."""
         with self._moving:
             self._ending = True
             self.fleets = [*fleets] if self.fleets else []
@@ -101,7 +101,7 @@ class Allowance:
         over = over if self._spent_at is None else self._spent_at
         self.timer_at = max(over, self._began) + TIMER_S  # if nothing is left at boot, the node ends the run itself
         expires = means.terms.limits.expires or over + STOP_S
-        # with less time left than this, no other node should start
+        # with less time left, no other node should start
         waits = now < self._open_until and over > now + LEAST_S
         hour = expires if waits else min(over + STOP_S, expires)
         soonest = max(hour, now + SOON_S)

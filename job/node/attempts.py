@@ -14,7 +14,7 @@ MOST_FUTILE = 3  # boots in a row without progress that end the run
 
 
 def newest_manifest(keys: Iterable[str]) -> str | None:
-    """The key of the newest published checkpoint's manifest; None without one."""
+    """The key of the newest published checkpoint's manifest; None if there is none."""
     return max((key for key in keys if MANIFEST_KEY.fullmatch(key)), default=None)
 
 
@@ -24,13 +24,13 @@ def read(folder: Path, aside: Callable[[str], None]) -> list[AttemptRecord]:
 
 
 def beat(folder: Path, instance: str, aside: Callable[[str], None]) -> Beat | None:
-    """The node's last heartbeat in a folder; None without one."""
+    """The node's last heartbeat in a folder; None if there is none."""
     path = folder / f"{instance}.jsonl"
     return last_beat(path.read_bytes(), aside) if path.exists() else None
 
 
 def futile_boots(records: Iterable[AttemptRecord], manifest: str | None) -> int:
-    """The number of boots in a row, up to the newest, that made no progress. Such a boot published no checkpoint after
+    """The number of the newest boots in a row that made no progress. Such a boot published no checkpoint after
     `manifest`, the newest one now, and left no results of a later stage before the machine was taken or lost. Boots
     that AWS interrupted with a notice do not count, nor do boots that left because other nodes were missing.
     """

@@ -15,21 +15,21 @@ from gpufleet.job.contract.workdir import RUN
 from gpufleet.job.node.outside import NOT_REACHED, answer, ask, complaint, say
 from gpufleet.job.node.settings import InstanceIdentity, Settings
 
-USER = 1000  # the user of containers with gpufleet's own jobs, whatever its name in the image
-# A command's files belong to whatever user its image has: its supervisor reads and removes them, opens them to
-# everybody, and checks whether somebody has them open for writing. It sees none of the command's processes.
+USER = 1000  # the user of containers with gpufleet's own jobs, whatever the user's name in the image
+# A command's files belong to the user of its image, whichever that is. The supervisor reads and removes these files,
+# opens them to everybody, and checks whether a process has them open for writing. It sees no process of the command.
 OVER_ANOTHERS_FILES = ("DAC_OVERRIDE", "FOWNER", "LEASE")
-PROCESSES = 30_000  # processes and threads; fewer than a machine allows, so that a fork bomb leaves some to the node
-STOP_S = 115  # seconds for the job to save and upload; EC2 gives 120
+# most processes and threads of a container: fewer than a machine allows, so that a fork bomb leaves some to the node
+PROCESSES = 30_000
+STOP_S = 115  # seconds that the job gets to save and upload; EC2 gives 120
 PULL_S = 1800
-HOPELESS = re.compile("no space|not found|unknown|denied|no basic auth")  # errors after which another pull cannot help
-DOCKER_HUB = "https://index.docker.io/v1/"  # docker's key for the login of an image whose name has no host
+HOPELESS = re.compile("no space|not found|unknown|denied|no basic auth")  # another pull cannot help after these errors
+DOCKER_HUB = "https://index.docker.io/v1/"  # docker's key for a login, if the image's name has no host
 _ECR = re.compile(r"\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.")
 _PASSED_ON = ("AWS_ENDPOINT_URL", "AWS_EC2_METADATA_SERVICE_ENDPOINT", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
 
 def name(instance: str) -> str:
-    """The container's name."""
     return f"gpufleet-{instance}"
 
 
@@ -39,8 +39,8 @@ def stop(machine: InstanceIdentity) -> tuple[str, ...]:
 
 
 def pull(image: str, login: Path, registry: str = "") -> str | None:
-    """Pulls the image, unless the disk came with it (`gpufleet bake`). Returns None if it is there now, else the
-    reason. `login`: the folder where docker keeps its login during the pull. `registry`: the place of the secret
+    """Pulls the image, unless the disk already contains it (`gpufleet bake`). Returns None if the image is there, else
+    the reason. `login`: the folder where docker keeps its login during the pull. `registry`: the place of the secret
     user:password for a registry other than ECR.
     """
     if "@sha256:" in image and answer("docker", "image", "inspect", "-f", "{{.Id}}", image) is not None:
@@ -54,8 +54,8 @@ def pull(image: str, login: Path, registry: str = "") -> str | None:
 
 
 def _log_in(image: str, login: Path, registry: str) -> str | None:
-    """Logs docker in: to a private ECR by this node's role, whose token docker keeps as a login, or with the registry's
-    secret. Returns None, or the reason of the failure.
+    """Logs docker in: to a private ECR by this node's role (docker keeps the token as a login), else with the
+    registry's secret. Returns None, or the reason of the failure.
     """
     first, named, _ = image.partition("/")
     host = first if named and re.search("[.:]|^localhost$", first) else DOCKER_HUB
@@ -108,9 +108,7 @@ def network(root: Path = Path("/")) -> list[str]:
 
 
 def capabilities(*needed: str) -> list[str]:
-    """The options that take all rights but `needed` from a container's processes, stop them from gaining any, and limit
-    their number.
-    """
+    """The options that take all rights but `needed` from a container, let it gain none, and limit its processes."""
     dropped = ["--cap-drop", "ALL", *(word for name in needed for word in ("--cap-add", name))]
     return [*dropped, "--security-opt", "no-new-privileges", "--pids-limit", str(PROCESSES)]
 
@@ -125,9 +123,7 @@ def own_code(settings: Settings, scratch: Path) -> list[str]:
 
 
 def _has_files_of_others(settings: Settings) -> bool:
-    """Whether files here may belong to a user of a command's image or of a data volume; only root can serve such
-    files.
-    """
+    """Whether files may belong to a user of a command's image or of a data volume; only root can serve such files."""
     return bool(settings.job_image or settings.data_volume)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from gpufleet.job import atomic
 from gpufleet.job.node.outside import answer, bounded, call, code, retry, say
 
-# the model name by which instance store differs from EBS, which is /dev/nvme* too
+# the model name of an instance store's disk; EBS disks are /dev/nvme* too
 INSTANCE_STORE = "Amazon EC2 NVMe Instance Storage"
 NOTHING_THERE = 2  # blkid's exit code for an empty disk
 

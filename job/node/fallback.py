@@ -24,10 +24,10 @@ from gpufleet.job.node.schedule import Schedule
 from gpufleet.job.node.settings import Settings
 
 LIFE_CYCLE = "meta-data/instance-life-cycle"
-# seconds between two looks; from a move of the schedule, or a refusal, to the next move; and the shortest move
+# seconds between two looks, and between a move of the schedule (or its refusal) and the next; also the shortest move
 LOOK_S, MOVE_S = 10, 300
-SOON_S, DAY_S = 90, 86_400  # AWS accepts no time that has passed
-GONE_S = 900  # seconds for terminated nodes to be gone; large nodes take minutes
+SOON_S, DAY_S = 90, 86_400  # AWS refuses a time that has passed
+GONE_S = 900  # seconds that terminated nodes get to disappear; large nodes take minutes
 
 
 def choose_hand_over(
@@ -38,7 +38,7 @@ def choose_hand_over(
 
 
 class OneFleet:
-    """The part of a node whose run has one fleet: it has no other node to meet and no schedule to move."""
+    """The part of a node whose run has one fleet: there is no other node to find and no schedule to move."""
 
     market, fleet, took_over = "", "", False
 
@@ -58,7 +58,7 @@ class OneFleet:
 
 
 class HandOver(OneFleet):
-    """The part of a node whose run has a fallback. After it has met the other nodes, it knows its `market` (spot or
+    """The part of a node whose run has a fallback. After it has found the other nodes, it knows its `market` (spot or
     on-demand), its `fleet`, and with `took_over` whether it is the first on-demand node.
     """
 
@@ -81,7 +81,7 @@ class HandOver(OneFleet):
         if own_life_cycle is None:
             raise OSError("the metadata service does not say whether this node is on spot")
         if own is None:
-            raise OSError("AWS does not say which fleet this node is of")
+            raise OSError("AWS does not say to which fleet this node belongs")
         self._on_spot, self.fleet = own_life_cycle == "spot", own
         self.market = "spot" if self._on_spot else "on-demand"
         if self._on_spot:
@@ -107,18 +107,20 @@ class HandOver(OneFleet):
             self.took_over = True
         known = next((others for _ in tries(4) if (others := self._others(own)) is not None), None)
         if known is None:
-            raise OSError("S3 does not say which fleet is on spot, whose node would train at the same time")
+            raise OSError("S3 does not say which fleet is on spot: its node would train at the same time")
         tags = {key: self._metadata.get(f"meta-data/tags/instance/{key}") for key in OWN_TAGS}
         run = {key: value for key, value in tags.items() if value}
         if run.keys() != tags.keys():
-            raise OSError("the metadata service does not give this node's tags, by which the spot nodes are found")
+            raise OSError(
+                "the metadata service does not give this node's tags, which are needed to find the spot nodes"
+            )
         # AWS still lists nodes of a fleet whose name the bucket has lost: `destroy` removes the name first.
         there = next((nodes for _ in tries(4) if (nodes := spot_nodes(run)) is not None), {})
         for fleet in sorted({*known, *filter(None, there.values())}):
-            delete_fleet(fleet)  # AWS refuses if the fleet is deleted already; only the nodes matter
+            delete_fleet(fleet)  # AWS refuses if the fleet is deleted already; then only the nodes matter
         remaining = self._wait(run, HANDOVER_S)
         if remaining:
-            say(f"still there after {HANDOVER_S} s, and ended now: {' '.join(sorted(remaining))}")
+            say(f"ended now, because still there after {HANDOVER_S} s: {' '.join(sorted(remaining))}")
             aws("ec2", "terminate-instances", "--instance-ids", *sorted(remaining), "--output", "text")
             if self._wait(run, GONE_S):
                 raise OSError("a node on spot cannot be ended, and two would train")
@@ -145,7 +147,7 @@ class HandOver(OneFleet):
     def end(self) -> None:
         """Disables the switch, because the run is over.
 
-        If that fails and the switch starts a node, that node ends itself.
+        If the switch cannot be disabled and starts a node, that node ends itself.
         """
         with self._changing:
             self._ended = True
@@ -160,9 +162,7 @@ class HandOver(OneFleet):
                     self.look(spent)
 
     def look(self, spent: Spent) -> None:
-        """Moves the hour later if the run has trained since, and disables the switch while the run's limits do not pay
-        for it.
-        """
+        """Moves the hour later if the run has trained; disables the switch while the limits do not pay for it."""
         now = self._clock()
         if self._ended or spent.switch_at <= 0 or spent.trained_at <= self._trained_at or now < self._again_at:
             return

@@ -24,13 +24,12 @@ REMOVE_S = 60
 OVER_FILES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
 # Rights for installing packages as root. Docker's other rights, for raw packets and devices, are not needed.
 RIGHTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
-# Rights to read and signal processes of any user: their environment tells their rank. DAC_READ_SEARCH is not among
-# them, because with it docker's filter allows a system call that opens any file on a mount's disk by its number.
+# Rights to read and signal processes of any user, whose environment shows their rank. DAC_READ_SEARCH is left out: with
+# it docker's filter allows a system call that opens any file on a mount's disk by its number.
 OVER_PROCESSES = ("DAC_OVERRIDE", "KILL", "SYS_PTRACE")
 
 
 def name(instance: str) -> str:
-    """The container's name."""
     return f"{container.name(instance)}-job"
 
 
@@ -43,16 +42,16 @@ class Jobs:
     """The containers of one machine. Inside `with` it serves requests; after it no training process runs."""
 
     def __init__(self, settings: Settings, machine: InstanceIdentity, scratch: Path, *, meets: bool = False) -> None:
-        """`meets`: whether the training process communicates with those of the run's other nodes."""
+        """`meets`: the training process communicates with those of the run's other nodes."""
         self._settings, self._scratch, self._meets = settings, scratch, meets
         self._control = scratch / "run" / CONTROL
-        self._control.mkdir(parents=True, exist_ok=True)  # this process, whatever its user is, writes its answers there
+        self._control.mkdir(parents=True, exist_ok=True)  # this process writes its answers there, whatever its user is
         if settings.job_image:
             (scratch / "run" / WATCHER).mkdir(exist_ok=True)
-            (scratch / "run" / WATCHER).chmod(0o777)  # root in a container has no rights over another's folder there
+            (scratch / "run" / WATCHER).chmod(0o777)  # in a container root has no rights over another user's folder
         container.give(settings, self._control)
         self._name, self._watcher_name = name(machine.instance), watcher_name(machine.instance)
-        self._number, self._pid = 0, 0  # number and process of the newest container that was requested
+        self._number, self._pid = 0, 0  # number and process of the newest requested container
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="jobs", daemon=True)
         self._running: subprocess.Popen[bytes] | None = None
@@ -156,9 +155,9 @@ class Jobs:
         ]
 
     def _users_own(self) -> list[str]:
-        """The command's network is a bridge, so it has no role: the metadata service answers only within one hop
-        (launch template). In a run of several nodes it has the machine's network, and so the role. It sees the user's
-        folders at the same paths as the supervisor does, and of gpufleet's files only scripts and pipes.
+        """The command's network is a bridge, so the command has no role: the metadata service answers only within one
+        hop (launch template). In a run of several nodes it has the machine's network, and so the role. It sees the
+        user's folders at the same paths as the supervisor does, and of gpufleet's files only scripts and pipes.
         """
         options = container.network() if self._meets else ["--network", "bridge"]
         options += ["-e", "AWS_REGION", "-e", "AWS_DEFAULT_REGION"]

@@ -34,9 +34,9 @@ from gpufleet.job.node.settings import InstanceIdentity, Settings
 LOOK_S, MOVE_S = 10, 300
 SEND_S, WAIT_S = 30, 20
 MOST_SHARE = Decimal("0.8")  # the share of a limit at which a message is sent
-TOLD_MOST = "told/most-of-the-cap"  # an object of the run that stops later nodes from sending the message again
-TOLD_ALARM = "told/alarm-"  # followed by the kind of the alarm
-TOLD_WAITS = "told/waits-"  # followed by the time at which the wait began
+TOLD_MOST = "told/most-of-the-cap"  # this object of the run stops later nodes from sending the message again
+TOLD_ALARM = "told/alarm-"  # an object of the run, with the kind of the alarm at its end
+TOLD_WAITS = "told/waits-"  # an object of the run, with the time at which the wait began at its end
 
 
 class Notices:
@@ -72,9 +72,7 @@ class Notices:
         self._briefly(lambda: self._send(event))
 
     def end(self, event: str) -> None:
-        """Sends the last message of the run, and disables the schedule that reports silence, because nothing has to
-        train any more.
-        """
+        """Sends the last message of the run, and disables the schedule that reports silence."""
         self._ended = True
         self._briefly(lambda: self._end(event))
 
@@ -132,7 +130,7 @@ class Notices:
         if spent.waits_since and self._clock() - spent.waits_since >= TOLD_S:
             waits = f"a node has waited for others for {(self._clock() - spent.waits_since) / 60:.0f} minutes, billed"
             self._send_once(f"{TOLD_WAITS}{spent.waits_since:.0f}", waits)
-        # only one of several nodes sends messages
+        # of several nodes only one sends messages
         leads = self._nodes == 1 or spent.trained_at > 0 or spent.waits_since > 0
         if leads and (share := self._most(spent)) is not None:
             self._send_once(TOLD_MOST, share)
@@ -147,7 +145,7 @@ class Notices:
             self._objects.put(file, key)
 
     def _most(self, spent: Spent) -> str | None:
-        """The message that most of a limit is used up; None before."""
+        """The message that most of a limit is used up; None before that."""
         limits = self._limits
         assert limits is not None
         shares = {"max_usd": spent.spent_usd / limits.max_usd, "max_hours": hours(spent.spent_s) / limits.max_hours}

@@ -20,7 +20,7 @@ from gpufleet.job.contract.reading import epoch, iso
 from gpufleet.job.contract.spent import History
 
 LOOK_S = 1.0  # seconds between two looks at a running program
-# limits for a node without a network, which then fails in minutes, not in an hour
+# time limits for a node without a network, which then fails in minutes, not in an hour
 NOT_REACHED = ("--cli-connect-timeout", "10", "--cli-read-timeout", "60")
 _DOCKERS_ADVICE = re.compile(r"See '|Run '|\s*$")
 
@@ -32,13 +32,13 @@ def utc_now() -> str:
 
 def log(words: str) -> None:
     """Writes text into the boot log."""
-    with suppress(OSError):  # the process that keeps the log may be gone during a shutdown
+    with suppress(OSError):  # the process that keeps the log may have ended during a shutdown
         sys.stdout.write(words)
         sys.stdout.flush()
 
 
 def say(words: str) -> None:
-    """A line of the boot log."""
+    """Writes a line with the time into the boot log."""
     log(f"{utc_now()} {words}\n")
 
 
@@ -58,7 +58,7 @@ def retry(times: int, act: Callable[[], bool]) -> bool:
 def bounded(seconds: int, *command: str) -> tuple[str, ...]:
     """The command with a time limit (exit code 124).
 
-    Without the program `timeout` there is no limit; nodes have that program.
+    If the program `timeout` is missing, there is no limit; nodes have it.
     """
     return ("timeout", "-k", "10", str(seconds), *command) if shutil.which("timeout") else command
 
@@ -114,13 +114,13 @@ def _printed(program: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
 
 
 def answer(*command: str) -> str | None:
-    """The output of a command; None when it fails."""
+    """The output of a command; None if the command fails."""
     result = ask(*command)
     return result.out if result.code == 0 else None
 
 
 def complaint(seconds: int, *command: str) -> str | None:
-    """None if the command succeeds within `seconds`, else the reason, maybe empty. All output goes to the boot log."""
+    """None if the command succeeds within `seconds`, else the reason (maybe ""). Its output goes to the boot log."""
     result = ask(*bounded(seconds, *command))
     log(f"{result.out}\n" if result.out else "")
     if result.code == 0:
@@ -135,7 +135,7 @@ def last_line(output: str) -> str:
 
 
 def aws(*words: str) -> str | None:
-    """What the AWS CLI prints; None when it fails."""
+    """What the AWS CLI prints; None if it fails."""
     return answer("aws", *words, *NOT_REACHED)
 
 
@@ -210,7 +210,7 @@ class Objects:
         self._bucket, self._prefix = bucket, f"{run}/"
 
     def keys(self) -> list[str] | None:
-        """The keys of all objects below the prefix; None when they cannot be listed."""
+        """The keys of all objects below the prefix; None if they cannot be listed."""
         listed = aws(
             *("s3api", "list-objects-v2", "--bucket", self._bucket, "--prefix", self._prefix),
             *("--query", "Contents[].[Key]", "--output", "text"),
@@ -220,7 +220,7 @@ class Objects:
         return [key[len(self._prefix) :] for key in listed.split("\n") if key.startswith(self._prefix)]
 
     def fleets(self) -> list[str] | None:
-        """The fleets that the stack's state names; empty without a bucket. None if S3 does not say."""
+        """The fleets that the stack's state names; empty if there is no bucket. None if S3 does not answer."""
         prefix = self._prefix + FLEETS
         result = ask(
             *("aws", "s3api", "list-objects-v2", "--bucket", self._bucket, "--prefix", prefix),

@@ -28,7 +28,7 @@ KEPT = (
 
 
 class Schedule:
-    """One schedule, named `GROUP/NAME`; empty if there is none."""
+    """One schedule, named `GROUP/NAME`; an empty name means that there is none."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._group, _, self._name = name.partition("/")
@@ -36,9 +36,7 @@ class Schedule:
         self._known: dict[str, Any] | None = None
 
     def move(self, at: float, fleets: Sequence[str] = ()) -> bool:
-        """Moves the schedule to this moment (epoch seconds), for these `fleets` if any are given. Returns whether that
-        succeeded.
-        """
+        """Moves the schedule to this moment (epoch seconds), for `fleets` if given. Returns whether that succeeded."""
         changed: dict[str, Any] = {"ScheduleExpression": f"at({_hour(at)})"}
         if fleets and self._ask():
             request = json.dumps({"FleetIds": list(fleets), "TerminateInstances": True})
@@ -46,7 +44,7 @@ class Schedule:
         return self._update(**changed)
 
     def stands(self) -> tuple[float, bool] | None:
-        """The time when it fires, and whether it is enabled; None if AWS does not answer."""
+        """The time when the schedule fires, and whether it is enabled; None if AWS does not answer."""
         if not self._ask():
             return None
         assert self._known is not None
@@ -54,11 +52,10 @@ class Schedule:
         return (at or 0.0), self._known.get("State") != "DISABLED"
 
     def change(self, at: float, *, enabled: bool) -> bool:
-        """Changes the schedule to fire at this moment (epoch seconds), or never. Whether that succeeded."""
+        """Makes the schedule fire at this moment (epoch seconds), or never. Returns whether that succeeded."""
         return self._update(ScheduleExpression=f"at({_hour(at)})", State="ENABLED" if enabled else "DISABLED")
 
     def disable(self) -> bool:
-        """Disables the schedule. Returns whether that succeeded."""
         return self._update(State="DISABLED")
 
     def _ask(self) -> bool:

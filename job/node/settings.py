@@ -19,21 +19,21 @@ class Settings:
     run: str
     region: str
     image: str  # the supervisor's image
-    job_image: str  # the image of a command, which has its own container; empty: the supervisor's
+    job_image: str  # the image of a command, which has its own container; empty if the supervisor's image is used
     bucket: str
     log_group: str
     run_config_sha256: str
     timer_s: int
-    schedule: str  # GROUP/NAME of the schedule that ends the fleet; empty: there is none
+    schedule: str  # GROUP/NAME of the schedule that ends the fleet; empty if there is none
     device: str  # cuda or cpu
     container_options: str  # options for docker run, for this kind of job
     data_volume: str  # `blank` or `snapshot`; an empty text means no volume
     data_device: str
     root: Path  # / on EC2
-    metadata: str  # the address of an embedded metadata service
-    next_stage: str = ""  # of a run in stages: the stage that follows this one
+    metadata: str  # the address of an embedded metadata service; empty on EC2
+    next_stage: str = ""  # for a run in stages: the stage that follows this one
     fallback: str = ""  # 1: a second fleet stands by, on demand
-    notify: str = ""  # JSON with the receivers of the node's messages; empty: there are none
+    notify: str = ""  # JSON with the receivers of the node's messages; empty if there are none
 
     @property
     def folder(self) -> Path:
@@ -68,7 +68,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class InstanceIdentity:
-    """This instance, by its identity document."""
+    """This instance, as its identity document describes it."""
 
     instance: str
     type: str

@@ -53,9 +53,9 @@ from gpufleet.job.supervisor.uploads import Pulse, Uploader, send_log
 from gpufleet.job.supervisor.world import Cause, Outside, Trainer
 
 TICK_S = 0.25
-SPENT_S = 5.0  # between two writes of spent.json, which the trainer's log lines show
-MARGIN_S = 5.0  # between a predicted publication and the end of the machine
-SIGTERM_S = 105.0  # docker stop waits 115 s
+SPENT_S = 5.0  # seconds between two writes of spent.json, which the trainer's log lines show
+MARGIN_S = 5.0  # seconds between a predicted publication and the end of the machine
+SIGTERM_S = 105.0  # seconds that a trainer gets after SIGTERM; docker stop waits 115 s
 PATIENCE_S = 120.0  # the least wait for a trainer that was asked to stop at a limit
 LINES = 3  # number of missing lines after which a trainer that rarely writes counts as stuck
 FINISH_S = 900.0  # seconds to upload everything; after that the attempt counts as crashed and the next one uploads
@@ -63,7 +63,7 @@ TRACKER_S = 60.0  # seconds for a tracker that still sends figures at the run's 
 MARK_S = 120.0  # seconds to write how the run ended, after all uploads; later the node writes that
 PAST_S = 60.0  # seconds past a limit and a checkpoint, after which anything still under way is abandoned
 CRASH_S = 120.0  # seconds to publish the trainer's commits
-LATE_S = 60.0  # AWS may take the machine later than announced
+LATE_S = 60.0  # AWS may take the machine so many seconds later than announced
 XIDS = 8  # number of newest Xid errors (of NVIDIA's driver) in a heartbeat
 T = TypeVar("T")
 
@@ -118,18 +118,19 @@ class Supervisor:
         self.resumed_step = 0
         self.rung = 0
         self.asked = False  # whether somebody asked the run to end
-        # the time at which this node saw that a node on demand takes the run over
+        # the time at which this node learned that a node on demand takes the run over
         self.superseded_at: float | None = None
         self._beat_at = float("-inf")
         self._metered = False
-        self.killed = ""  # the reason
+        self.killed = ""  # why the trainer was killed; empty if it was not
         self.lost = ""  # the GPU that failed, and how
         self._child: Trainer | None = None
         self._kill_at: float | None = None
         self._advised: str | None = None
         self._spent_at = float("-inf")
         self._switch_is_paid = True
-        self._seen_save = (0, 0.0)  # the newest checkpoint of a job that saves by itself, and when it came
+        # the newest checkpoint of a job that saves by itself, and the time at which it appeared
+        self._seen_save = (0, 0.0)
 
     def run(self) -> int:
         """Runs the attempt to its end; returns the exit code for the node."""
@@ -153,7 +154,7 @@ class Supervisor:
             return self._interrupted()
         except LimitReachedError as error:
             return self._finish(str(error))
-        except staging.MismatchError as error:  # this node's memory or disk is blamed, until other nodes report it too
+        except staging.MismatchError as error:  # this node's memory or disk is blamed until other nodes report the same
             if attempts.doubts(self.others.attempts, error.key):
                 return self._crashed(f"{attempts.WRONG}: {error}", code=AttemptExit.REFUSED)
             return self._finish(ends.FAILED, str(error))
@@ -172,7 +173,7 @@ class Supervisor:
             self.graphs.cancel()
 
     def _read_done(self) -> ends.Done | None:
-        """done.json; None before the run has ended. Raises StoreError."""
+        """done.json; None if the run has not ended. Raises StoreError."""
         return ends.read(self._patiently(lambda: self.store.get_bytes(bucket.DONE), bucket.DONE))
 
     def _register(self) -> None:
@@ -199,8 +200,8 @@ class Supervisor:
             nodes=self.run_file.nodes,
         )
         self._metered = True
-        # The rungs of the ladder at which memory really ran out. If a phase is predicted not to fit, the trainer itself
-        # goes lower.
+        # The rungs of the ladder at which memory really ran out. If a phase is predicted not to fit, the trainer
+        # chooses a lower rung itself.
         floors = [attempt.record.floor for attempt in earlier if attempt.record.type == self.node.type]
         self.rung = max(filter(None, floors), default=0)
         self.say(f"attempt {self.number} of run {self.run_file.run} on {self.node.instance} {self.node.type}")
@@ -224,12 +225,14 @@ class Supervisor:
         if config.device != "cuda" or attempts.accepts(self.others.attempts):
             return None
         working, needed = len(self.world.gpus()), config.gpus_needed(listed) if listed else 0
-        return None if working >= needed else f"{working} working GPUs, this run uses {needed} of {self.node.type}'s"
+        return (
+            None if working >= needed else f"{working} working GPUs; this run needs {needed} GPUs of {self.node.type}"
+        )
 
     def _stage(self) -> None:
         """Downloads dataset, base weights, checkpoint, results of later stages and compiled graphs.
 
-        Raises InterruptedEarlyError, StoreError, MismatchError, OSError; ValueError when no other node could do better.
+        Raises InterruptedEarlyError, StoreError, MismatchError, OSError; ValueError if no other node could do better.
         """
         staging.inputs(self.staging)
         self._resume()
@@ -268,7 +271,8 @@ class Supervisor:
         self.progress.skip(self.resumed_step)
         self.record.update(resumed_step=self.resumed_step)
         if manifest is not None:
-            with suppress(StoreError):  # the next heartbeat sends it; a node lost before would seem to begin anew
+            # the next heartbeat sends it; without a heartbeat, a lost node would look as if it began anew
+            with suppress(StoreError):
                 self.record.flush()
 
     def _patiently(self, act: Callable[[], T], title: str) -> T:
@@ -282,14 +286,14 @@ class Supervisor:
             raise LimitReachedError(limit)
 
     def _train(self) -> int:
-        """Trains; returns the trainer's exit code, or STOPPED if the trainer never began. When memory does not suffice,
-        the trainer starts again at a lower rung.
+        """Trains; returns the trainer's exit code, or STOPPED if the trainer never began. If memory runs out, the
+        trainer starts again at a lower rung.
         """
         if attempts.accepts(self.others.attempts):
             self._tell(Accept())
         while self.cause is None or self._owes_model():
             self.record.update(floor=self.rung)
-            with suppress(OSError):  # a file of an earlier start says nothing about this start
+            with suppress(OSError):  # a file of an earlier start must not count for this start
                 (self.workdir / RUNG).unlink(missing_ok=True)
             self._tell_spent(self.clock())
             self._child = self.world.start(self.rung)
@@ -316,8 +320,8 @@ class Supervisor:
         return TrainerExit.STOPPED
 
     def _owes_model(self) -> bool:
-        """Whether a stop by hand came before this node trained: then the trainer starts only to export the checkpoint's
-        model. At a limit the trainer does not start, because there is no money left.
+        """Whether somebody asked for a stop before this node trained: then the trainer starts only to export the
+        checkpoint's model. At a limit the trainer does not start, because there is no money left.
         """
         return self._by_hand and self._child is None and self.resumed_step > 0
 
@@ -350,9 +354,7 @@ class Supervisor:
         self._end_if_stuck(now)
 
     def _end_if_lost(self) -> None:
-        """Ends the attempt at once if a GPU has fallen off the bus: the trainer cannot save, and the other
-        nodes wait.
-        """
+        """Ends the attempt at once if a GPU is off the bus: the trainer cannot save, and other nodes wait."""
         assert self._child is not None
         if not self.lost and (lost := self._lost()):
             self.lost = lost
@@ -360,9 +362,7 @@ class Supervisor:
             self._child.kill()
 
     def _lost(self) -> str:
-        """In which way a GPU of this node is broken; empty if none is, or if earlier nodes were refused for the same
-        reason.
-        """
+        """How a GPU of this node is broken; empty if none is, or if earlier nodes were refused for the same reason."""
         if self.world.sampler is None or attempts.accepts(self.others.attempts):
             return ""
         return self.world.sampler.lost()
@@ -403,7 +403,7 @@ class Supervisor:
         )
 
     def _leaving(self) -> Cause | None:
-        """Why and when this machine goes away, once there is a first sign that it will. No other method checks for a
+        """Why and when this machine goes away; None without a sign that it will. Only this method checks for a
         notice.
         """
         if (notice := self.world.metadata.notice) is not None:
@@ -441,8 +441,8 @@ class Supervisor:
         return self.meter.limit(now, self.run_file.limits, end_s + RESERVE_S)
 
     def _limit_before_next_save(self, now: float, end_s: float) -> str | None:
-        """For a job that saves only by itself: the limit that comes before its next checkpoint; that time is known once
-        the job has saved before. No checkpoint would contain the training until the limit.
+        """For a job that saves only by itself: the limit that comes before its next checkpoint, so that training until
+        then would be in no checkpoint. None if the next checkpoint comes first, or if the job has not saved yet.
         """
         if self.run_file.config.saves_on_signal is not False:
             return None
@@ -473,9 +473,7 @@ class Supervisor:
             self._kill_at = now  # this job cannot be asked to save
 
     def _patience_s(self, now: float, needed: float) -> float:
-        """How long to wait for a trainer that was told of a limit: until the limit is passed by a minute and a
-        checkpoint.
-        """
+        """How long to wait for a trainer that knows of a limit: until a minute and a checkpoint's time after it."""
         most, stop_s = max(PATIENCE_S, 3 * needed), self.forecast.stop_s(self.progress.step, self.progress.step_s)
         return min(most, self._left_s(now, most) + PAST_S + stop_s)
 
@@ -483,7 +481,7 @@ class Supervisor:
         return self.meter.left_s(now, self.run_file.limits, most_s)
 
     def _counted_until(self, seconds: float) -> float:
-        """The moment until which ending this attempt may take: `seconds` from now, but not far past a limit."""
+        """The time until which ending this attempt may take: `seconds` from now, but not far past a limit."""
         now = self.clock()
         return now + (min(seconds, self._left_s(now, seconds) + PAST_S) if self._metered else seconds)
 
@@ -512,7 +510,8 @@ class Supervisor:
             return self._finish(ends.FAILED, f"{fatal.error}: {fatal.detail}" if fatal else lost)
         if code not in (TrainerExit.FINISHED, TrainerExit.STOPPED) and (lost := self.lost or self._lost()):
             return self._crashed(f"node refused: a GPU is lost, {lost}", code=AttemptExit.REFUSED)
-        if code == TrainerExit.REFUSED and (self.cause is None or self._by_hand):  # another node may be able to run it
+        # another node may be able to run the job
+        if code == TrainerExit.REFUSED and (self.cause is None or self._by_hand):
             problems = (Preflight.read(self.workdir) or Preflight()).problems or ("no reason given",)
             return self._crashed(f"node refused: {'; '.join(problems)}", code=AttemptExit.REFUSED)
         if self.cause is not None and self.cause.ends:
@@ -521,7 +520,7 @@ class Supervisor:
         if self.cause is not None:
             return self._interrupted()
         if (unreadable := self._unreadable(code)) is not None:
-            return self._crashed(f"{unreadable.problem}, and there is none before it")
+            return self._crashed(f"{unreadable.problem}, and there is no earlier checkpoint")
         return self._crashed(reason)
 
     def _tell(self, message: Message) -> bool:
@@ -568,8 +567,8 @@ class Supervisor:
                 return self.say("warning: log.tracker did not end in time: its last figures are lost")
 
     def _tell_end(self, done: ends.Done, code: int) -> None:
-        """Writes to the bucket how the run ended. If this fails, it costs minutes and no further node: the node sends a
-        missing done.json from the work folder, and `gpufleet results` makes the receipt.
+        """Writes to the bucket how the run ended. If this fails, no further node is needed: within minutes the node
+        sends the missing done.json from the work folder, and `gpufleet results` makes the receipt.
         """
         marker, until = atomic.json_bytes(done.to_json()), self._counted_until(MARK_S)
         self.record.update(exit=Exit(code, done.reason, at=done.at))
@@ -580,7 +579,7 @@ class Supervisor:
             lambda: self._write_receipt(done),
             self.record.flush,
             lambda: send_log(self.store, self.world.log.path, LOG),
-            lambda: create(self.store, marker, bucket.DONE),  # the first writer counts
+            lambda: create(self.store, marker, bucket.DONE),  # of several writers the first one counts
         ):
             try:
                 self._insist(until, act)
@@ -661,9 +660,7 @@ class Supervisor:
                 pause = min(2 * pause, 60.0)
 
     def _write_receipt(self, done: ends.Done) -> None:
-        """Writes receipt.json, and the receipt as text into the log. If the bill cannot be compared, the run ends
-        without a receipt.
-        """
+        """Writes receipt.json, and its text into the log. If the bill cannot be compared, there is no receipt."""
         try:
             run, record = self.run_file, self.record.now
             own = count_node(run, replace(record, instance=self.node.instance), self.heartbeat())
@@ -681,9 +678,7 @@ class Supervisor:
         self.world.log.write((text + "\n").encode())
 
     def _objects(self) -> dict[str, int] | None:
-        """The bytes of the run's objects, by key; None if the store does not answer, because a receipt does not wait
-        for it.
-        """
+        """The bytes of the run's objects, by key; None if the store does not answer: a receipt does not wait."""
         try:
             return {entry.key: entry.bytes for entry in self.store.entries("")}
         except StoreError:
@@ -712,8 +707,8 @@ class Supervisor:
         )
 
     def _keep_alive(self) -> None:
-        """The code calls this during every long operation. It sends heartbeats and notices the first sign that the
-        machine goes away, even while the run is ending; uploads then hurry too.
+        """Sends heartbeats and notices the first sign that the machine goes away. Every long operation calls it, even
+        while the run is ending; uploads then hurry too.
         """
         now, leaving = self.clock(), self._leaving()
         if leaving is not None and leaving.deadline is not None and self.record.now.exit is None:
@@ -723,9 +718,7 @@ class Supervisor:
             self._beat()
 
     def _note(self, cause: Cause, now: float) -> None:
-        """Records the interruption at once: otherwise a machine that AWS takes during its last upload would seem to
-        have crashed.
-        """
+        """Records the interruption at once: a machine that is taken during its last upload must not look crashed."""
         self.record.update(exit=attempts.interruption(cause, now))
         self._beat()
 
@@ -754,7 +747,8 @@ class Supervisor:
 
     def _refresh(self) -> None:
         if self.publisher.stages.added and not self.record.now.results:
-            self.record.update(results=True)  # an attempt taken or lost after this made progress: job/node/attempts.py
+            # whatever ends this attempt from now on, it has made progress: job/node/attempts.py
+            self.record.update(results=True)
         self.record.flush()
         self._ask_price()
         self.others.look(self.clock())

@@ -27,9 +27,9 @@ from gpufleet.job.supervisor import fleet
 from gpufleet.job.supervisor.store import Store, StoreError, bucket_uri, open_store
 from gpufleet.job.supervisor.world import Cause
 
-REFUSALS = 2  # nodes that a run may refuse: fewer than the boots without progress that end a run
+REFUSALS = 2  # so many nodes may be refused in a run: fewer than the boots without progress that end it
 WRONG = "node refused, bytes arrived wrong"
-LAUNCH_S = 10.0  # AWS tells launches in whole seconds
+LAUNCH_S = 10.0  # AWS gives launch times in whole seconds
 CHANGED_S = 300.0  # seconds from a change of a fleet to the notice of a node that it takes (assumed)
 
 
@@ -41,7 +41,7 @@ def interruption(cause: Cause, at: float) -> Exit:
 
 
 def accepts(earlier: Sequence[Attempt]) -> bool:
-    """Whether so many nodes were refused since one trained that this node trains in any case."""
+    """Whether so many nodes were refused since the last one that trained that this node trains in any case."""
     since = itertools.takewhile(lambda attempt: attempt.record.started_s is None, reversed(earlier))
     ends = [attempt.record.exit for attempt in since]
     refused = [end for end in ends if end is not None and end.code == AttemptExit.REFUSED]
@@ -134,8 +134,8 @@ def read_ended(
 def read_before(
     store: Store, run: RunFile, own: Node, opened: Callable[[str], Store] = open_store
 ) -> tuple[Decimal, Decimal]:
-    """USD and seconds that the stages before this one have spent. Raises StoreError; Raises DoubtError if one of their
-    records is damaged.
+    """USD and seconds that the stages before this one have spent. Raises StoreError; DoubtError for a damaged
+    record.
     """
     usd, seconds = Decimal(0), Decimal(0)
     for stage in run.before:
@@ -148,7 +148,7 @@ def read_before(
 
 
 class Others(OtherNodes):
-    """The run's other attempts, read repeatedly: an earlier node may still run, and a later one may have come. All
+    """The run's other attempts, read repeatedly: an earlier node may still run, and a later one may have appeared. All
     share the run's limits.
     """
 
@@ -186,9 +186,9 @@ class Others(OtherNodes):
 
 
 def judged(attempts: Iterable[Attempt], known: Mapping[str, bool], past: History | None, now: float) -> list[Attempt]:
-    """The attempts with who ended each: as `known`, or, for an unexplained notice, by AWS's history. If the fleet was
-    changed shortly before a node's notice or after it, that change ended the node, and the user who changed the fleet
-    pays. The change that launched a stage's node ended none.
+    """The attempts with the answer to who ended each: from `known` or, for an unexplained notice, from AWS's history.
+    If somebody changed the fleet shortly before a node's notice or after it, that change ended the node, and the user
+    pays. A change that launched a stage's node ended none.
     """
 
     def judge(node: Attempt) -> bool | None:
@@ -203,5 +203,5 @@ def judged(attempts: Iterable[Attempt], known: Mapping[str, bool], past: History
 
 
 def reclaimed(attempts: Iterable[Attempt | AttemptCost]) -> dict[str, bool]:
-    """By node, whether AWS took it; later attempts need this record, because AWS forgets."""
+    """Whether AWS took each node, by node. Later attempts need this record, because AWS forgets."""
     return {node.instance: node.reclaimed for node in attempts if node.reclaimed is not None}

@@ -30,7 +30,9 @@ def ensure(folder: Path, requirements: Path) -> None:
     if not lacking:
         return
     if os.environ.get(MARK):
-        raise RuntimeError(f"{', '.join(lacking)}: installed into {os.environ[MARK]}, yet not found")
+        raise RuntimeError(
+            f"{', '.join(lacking)}: installed into {os.environ[MARK]}, but Python does not find them there"
+        )
     sys.stdout.write(f"installing {', '.join(lacking)}\n")
     sys.stdout.flush()
     install(lacking, folder)

@@ -1,9 +1,9 @@
 """campaign.json: the dollars that the runs of a campaign have reserved under its cap, in one object of a bucket.
 
-The object changes only by puts that S3 holds against the object as it was read. So of several writers, which may be
-drivers on people's machines or nodes, each sees all reservations that count when it adds its own. A run reserves its
-own limit before it begins; its receipt gives back what it did not use. Without the object nothing is reserved any more:
-what has begun stops before its own limits, whose sum was within the cap.
+Drivers on people's machines and nodes write the object. Each put has a condition: S3 refuses it if the object has
+changed since it was read. So each writer sees all reservations that count when it adds its own. A run reserves its own
+limit before it begins; its receipt gives back what the run did not use. If the object is missing, nothing is reserved
+any more: runs that have begun stop before their own limits, whose sum is within the cap.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from gpufleet.job.supervisor.store import ABSENT, Entry, StoreError, TakenError
 
 NAME = "campaign.json"
 SCHEMA = 1
-TRIES = 20  # of one change: each failed try but a lost answer is a change that another writer has made
+TRIES = 20  # tries of one change: a try fails if another writer has changed the object, or if the answer was lost
 
 
 class LedgerLostError(Exception):
-    """The ledger is not there any more, or cannot be read: nothing may be reserved."""
+    """The ledger is missing or cannot be read: nothing may be reserved."""
 
 
 class NotReservedError(Exception):
@@ -41,10 +41,10 @@ class LedgerObjects(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CampaignReservation:
-    """What one run holds of the cap. It is open until the run has ended."""
+    """What one run holds of the cap. The reservation is open until the run has ended."""
 
-    usd: Decimal  # reserved; after the end the receipt's dollars, or without a receipt still what was reserved
-    by: str  # the driver or node that begins it
+    usd: Decimal  # reserved; after the run's end the receipt's dollars, or what was reserved if there is no receipt
+    by: str  # the driver or node that begins the run
     ended: bool = False
 
 
@@ -55,7 +55,7 @@ class CampaignLedger:
     approved: str
     max_usd: Decimal
     at_once: int
-    began: float  # epoch seconds, by the clock of the driver that made it
+    began: float  # epoch seconds, by the clock of the driver that made the ledger
     runs: Mapping[str, CampaignReservation] = field(default_factory=dict)
 
     @property
@@ -64,13 +64,13 @@ class CampaignLedger:
         return self.max_usd - sum((run.usd for run in self.runs.values()), Decimal(0))
 
     def open_runs(self, by: str | None = None) -> list[str]:
-        """The runs that have not ended; with `by` those of one driver."""
+        """The runs that have not ended; with `by`, those of one driver."""
         return [name for name, run in self.runs.items() if not run.ended and by in (None, run.by)]
 
     def reserved(self, run: str, usd: Decimal, *, by: str, approved: str) -> CampaignLedger:
         """The ledger with `usd` reserved for the run. Raises NotReservedError if another driver has reserved the run,
-        if it has ended, if the dollars or the runs at the same time do not fit, or if another campaign is the approved
-        one by now.
+        if the run has ended, if the dollars or the number of simultaneous runs do not fit, or if another campaign was
+        approved in the meantime.
         """
         if held := self.runs.get(run):
             if held.by == by and not held.ended:
@@ -79,9 +79,9 @@ class CampaignLedger:
         if approved != self.approved:
             raise NotReservedError(f"the campaign {self.approved} was approved after {approved}")
         if usd > self.rest:
-            raise NotReservedError(f"{usd:f} USD do not fit {self.rest:f}")
+            raise NotReservedError(f"{usd:f} USD are more than the {self.rest:f} USD that are left")
         if len(self.open_runs()) >= self.at_once:
-            raise NotReservedError(f"{self.at_once} runs go on")
+            raise NotReservedError(f"{self.at_once} runs have not ended, and no more may run at once")
         return replace(self, runs={**self.runs, run: CampaignReservation(usd=usd, by=by)})
 
     def released(self, run: str) -> CampaignLedger:
@@ -89,7 +89,7 @@ class CampaignLedger:
         return replace(self, runs={name: held for name, held in self.runs.items() if name != run})
 
     def settled(self, run: str, usd: Decimal | None) -> CampaignLedger:
-        """The ledger after the run has ended with a receipt of `usd`; None: it left no receipt."""
+        """The ledger after the run has ended with a receipt of `usd`; None if it left no receipt."""
         held = self.runs[run]
         if held.ended:
             return self
@@ -97,7 +97,7 @@ class CampaignLedger:
         return replace(self, runs={**self.runs, run: ended})
 
     def taken_over(self, driver: str, by: str) -> CampaignLedger:
-        """The ledger in which the open reservations of `driver` are those of `by`."""
+        """The ledger in which the open reservations of `driver` belong to `by`."""
         runs = {name: replace(run, by=by) if run.by == driver else run for name, run in self.runs.items()}
         return replace(self, runs=runs)
 
@@ -123,11 +123,10 @@ class LedgerObject:
     store: LedgerObjects
 
     def is_there(self) -> bool:
-        """Whether there is a ledger."""
         return any(entry.key == NAME for entry in self.store.entries(NAME))
 
     def read(self) -> CampaignLedger:
-        """The ledger as it is. Raises LedgerLostError."""
+        """The current ledger. Raises LedgerLostError."""
         return self._read()[0]
 
     def create(self, ledger: CampaignLedger) -> None:
@@ -138,9 +137,9 @@ class LedgerObject:
             return
 
     def change(self, make: Callable[[CampaignLedger], CampaignLedger]) -> CampaignLedger:
-        """Puts what `make` gives for the ledger as it is, and returns that. `make` is called again where another writer
-        came between, and where the answer to a put was lost, so it has to give the same for a ledger that has its
-        change. Raises LedgerLostError, and what `make` raises.
+        """Puts what `make` returns for the current ledger, and returns it. `make` is called again if another writer
+        came first, or if the answer to a put was lost; so it must return a ledger that already has its change
+        unchanged. Raises LedgerLostError, and what `make` raises.
         """
         lost: StoreError | None = None
         for _ in range(TRIES):
@@ -153,16 +152,16 @@ class LedgerObject:
                 return now
             except TakenError:
                 continue
-            except StoreError as error:  # whether it was put, the next reading tells
+            except StoreError as error:  # the next reading shows whether the object was put
                 lost = error
         raise lost or StoreError(f"{NAME} has changed {TRIES} times in a row; try again")
 
     def _read(self) -> tuple[CampaignLedger, str]:
-        """The ledger, and the etag of an object that is not newer: a change of a newer one than that is refused."""
+        """The ledger, and an etag that is not newer: if the object changes in between, a put with it is refused."""
         etags = [entry.etag for entry in self.store.entries(NAME) if entry.key == NAME]
         content = self.store.get_bytes(NAME)
         if not etags or content is None:
-            raise LedgerLostError(f"{NAME} is not in its bucket any more")
+            raise LedgerLostError(f"{NAME} is missing from its bucket")
         try:
             return CampaignLedger.parse(content), etags[0]
         except DoubtError as error:

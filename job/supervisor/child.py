@@ -22,7 +22,7 @@ from gpufleet.job.supervisor.leash import ABOVE
 from gpufleet.job.supervisor.rendezvous import Rendezvous
 from gpufleet.job.text import printable
 
-FIRST_SIGN_S = 1800.0  # the longest silence: imports, data, compilation, a growth boundary
+FIRST_SIGN_S = 1800.0  # the longest silence in seconds: imports, data, compilation, a growth boundary
 QUIET_MIN_S = 900.0
 SHUTDOWN = "--shutdown-timeout"  # an option of torchrun
 KILL_S = 5.0  # seconds that a killed process may take to end
@@ -53,16 +53,12 @@ class JobLog:
 
 
 def _open_no_link(path: str, flags: int) -> int:
-    """Opens a file, but no link: with a link the training process could redirect the log into other files of this
-    process.
-    """
+    """Opens a file, but no link: by one the training process could redirect the log into other files."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o644)
 
 
 class TrainerProcess(Protocol):
-    """A training process, wherever it runs. `kill` ends the process and everything that it started, and never waits
-    long.
-    """
+    """A training process, wherever it runs. `kill` ends it and everything that it started, and never waits long."""
 
     @property
     def stdout(self) -> IO[bytes]: ...
@@ -129,9 +125,7 @@ class Child:
         Start(rung=rung).write(self._waits.parent)
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while the trainer runs. Once there is a code, no process of the
-        trainer is left.
-        """
+        """The exit code, negative for a signal; None while the trainer runs. With a code, no process of it is left."""
         code = self._process.poll()
         if code is None and self._killed:
             return -signal.SIGKILL
@@ -154,7 +148,7 @@ class Child:
             self._process.stdout.close()
 
     def _read(self) -> None:
-        with suppress(ValueError):  # a kill closed the pipe meanwhile
+        with suppress(ValueError):  # a kill has closed the pipe
             for line in self._process.stdout:
                 self.output_at = self._clock()
                 self._log.write(line)
@@ -164,8 +158,8 @@ def trainer(
     workdir: Path, rung: int | None, ranks: int, module: str, place: Rendezvous | None = None, parent: str = ""
 ) -> list[str]:
     """The command line of a job's `module`: one process, or torchrun with one process for each of this node's `ranks`.
-    Without a rung the trainer waits for one. `place`: how the trainer meets those of other nodes. `parent`: the leash's
-    parent process; without it, this process.
+    Without a rung the trainer waits for one. `place`: how the trainer reaches those of other nodes. `parent`: the
+    parent process of the leash; if empty, this process.
     """
     leash = ["-m", "gpufleet.job.supervisor.leash"]
     train = ["-m", module, str(workdir), *(["--wait"] if rung is None else ["--rung", str(rung)])]
@@ -217,7 +211,7 @@ class MetricsFollower:
             size = self._path.stat().st_size
         except OSError:
             return
-        if size < self._offset:  # the trainer cut off records that a resume repeats
+        if size < self._offset:  # the trainer has cut off records that a resume repeats
             self._offset = size
         if size == self._offset:
             return
@@ -253,8 +247,8 @@ class MetricsFollower:
         return median(self._step_s) if self._step_s else None
 
     def quiet_limit_s(self) -> float:
-        """How long silence is normal: 20 median gaps between records, at least 15 minutes, and at most 30 minutes or 3
-        such gaps.
+        """How long silence is normal: 20 median gaps between records, but at least 15 minutes, and at most 30
+        minutes or 3 such gaps.
         """
         if not self._gaps:
             return FIRST_SIGN_S

@@ -5,7 +5,7 @@ The graphs lie beside the runs, in a folder per experiment and settings, so that
 them too. No stop waits for graphs: one file at a time is sent while nothing else is being sent, and no file once a stop
 has begun. A failure is logged and ignored, because without these files training only starts more slowly.
 
-The trainer unpickles the files, and a pickle can run any code, so files come only from the run's own bucket. So nodes
+The trainer unpickles the files, and a pickle can run any code. So the files come only from the run's own bucket: nodes
 of this stack, and everybody who may write to its bucket, can run code on its later nodes.
 """
 
@@ -24,7 +24,7 @@ from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.workdir import GRAPHS
 from gpufleet.job.supervisor.store import GivenUpError, Store, bucket_uri, open_store
 
-# the most bytes per node and direction, because a damaged or foreign folder must not cost minutes
+# the most bytes per node and direction, so that a damaged or foreign folder does not cost minutes
 MOST_BYTES = 512 * 1024 * 1024
 
 
@@ -37,7 +37,7 @@ def place(run: RunFile, uri: str) -> str:
 
 
 class GraphMirror:
-    """One attempt's mirror. Mirrors the folder of compiled graphs. Its methods raise nothing."""
+    """One attempt's mirror of the folder of compiled graphs. Its methods raise nothing."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class GraphMirror:
         opened: Callable[[str], Store] = open_store,
     ) -> None:
         self._store, self._folder, self._say = opened(place(run, store.uri)), workdir / GRAPHS, say
-        self._sent: dict[str, int] = {}  # the time of writing, by name
+        self._sent: dict[str, int] = {}  # the time of writing of each file that was sent
         self._running: Future[None] | None = None
 
     def restore(self, check: Callable[[], None]) -> None:

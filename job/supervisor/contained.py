@@ -1,8 +1,7 @@
 """The trainer in its own container, without the node's role; the node starts it (job/node/jobs.py).
 
-The class has the same methods as that of a trainer in the supervisor's container (child.py). The trainer's output comes
-through a pipe, and the node reports how the trainer ended. All other files lie in the work folder, which the
-supervisor's container and the trainer's see.
+The class has the same methods as a trainer in the supervisor's container (child.py). The trainer's output comes through
+a pipe, and the node reports how the trainer ended. All other files are in the work folder, which both containers see.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from gpufleet.job.contract.workdir import CONTROL, FIRST, SCRIPTS
 from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.supervisor.leash import HOLDER
 
-# `sh` remains the container's first process: in its place the trainer would ignore every signal that it does not catch.
+# `sh` must remain the container's first process: a first process ignores every signal that it does not catch.
 TEXT = """\
 exec >{out} 2>&1 </dev/null
 export {holder}=$$ {environment}
@@ -42,7 +41,8 @@ class ContainedProcess:
         text = TEXT.format(out=shlex.quote(str(out)), holder=HOLDER, environment=assignments, command=shlex.join(argv))
         atomic.write_bytes(folder / FIRST, text.encode())  # an earlier shell may still be reading its script
         reading = os.open(out, os.O_RDONLY | os.O_NONBLOCK)
-        self._writing: int | None = os.open(out, os.O_WRONLY)  # keeps the pipe open until then
+        # keeps the pipe open until `_let_go`, after the trainer's end
+        self._writing: int | None = os.open(out, os.O_WRONLY)
         os.set_blocking(reading, True)
         self.stdout = os.fdopen(reading, "rb")
         self._node = NodeContainer(workdir)

@@ -1,7 +1,8 @@
-"""AWS's answers about the run's nodes: whether AWS or the run's owner took a node away, when it ended, which nodes
-exist. The notice is the same in both cases, but AWS does not charge a first hour that it interrupts itself (EC2 User
-Guide, billing for interrupted Spot Instances, read 2026-11-23). An owner's change (the fleet set to 0, deleted,
-expired) is an event in the fleet's history. An interruption by AWS is not in the history; a node's end is.
+"""AWS's answers about the run's nodes: whether AWS or the run's owner took a node away, when the node ended, and which
+nodes exist. The notice is the same in both cases, but AWS does not charge a first hour that it interrupts itself (EC2
+User Guide, billing for interrupted Spot Instances, read 2026-11-23). If the owner changes the fleet (sets it to 0,
+deletes it, lets it expire), the fleet's history has an event. An interruption by AWS is not in the history; a node's
+end is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from gpufleet.job.contract.aws import ENDED, FLEET_TAG, LAUNCHED, THERE
 from gpufleet.job.contract.spent import History
 from gpufleet.job.supervisor import store
 
-# EC2 API reference, EventInformation, read 2026-11-23. An event's type is spelled in two ways, an event's sub-type in
+# EC2 API reference, EventInformation, read 2026-11-23. The type of an event is spelled in two ways, its sub-type in
 # one.
 CHANGES = ("modify_in_progress", "expired", "deleted", "deleted_running", "deleted_terminating")
 
@@ -37,7 +38,7 @@ def history(ec2: Any, fleet: str, since: float) -> History:
 
 
 def merged(histories: Sequence[History], changes: Iterable[float], there: frozenset[str] | None = None) -> History:
-    """The histories of several fleets of one run as one."""
+    """The histories of several fleets of one run, as one history."""
     launched, ended = (
         dict(ChainMap(*maps)) for maps in zip(*((part.launched, part.ended) for part in histories), strict=True)
     )
@@ -47,9 +48,9 @@ def merged(histories: Sequence[History], changes: Iterable[float], there: frozen
 def of_node(
     instance: str, client: Any = None, *, others: Callable[[], Iterable[str]] = lambda: (), on_demand: bool = False
 ) -> Ask:
-    """A function that asks AWS for the history of the node's fleet, and which nodes of the fleet exist. It returns None
-    if AWS does not answer as it should. `others`: the run's other fleets; `on_demand`: whether the node's fleet takes
-    over from these fleets, in which case a change of theirs explains no notice.
+    """A function that asks AWS for the history of the node's fleet, and which nodes of the fleet exist; it returns None
+    if AWS gives no usable answer. `others`: the run's other fleets. `on_demand`: the node's fleet takes over from
+    those, so that a change of theirs explains no notice.
     """
 
     def ask(since: float) -> History | None:

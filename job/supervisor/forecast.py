@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from gpufleet.job.contract.metrics import Save
 
 GB_S = 2.5  # seconds per GB to save, hash and send (1.0 + 0.7 + 0.8) for a type without a prediction in the bill
-RESERVE_S = 60.0  # before a limit, on top of a step, a save and an upload
-LATENCY_S = 2.0  # the least that a save and an upload take
+RESERVE_S = 60.0  # seconds kept free before a limit, on top of a step, a save and an upload
+LATENCY_S = 2.0  # the least seconds that a save and an upload take
 UPLOAD_GB_S = 1.5  # the part of GB_S for hashing and sending
 SAVE_GB_S = GB_S - UPLOAD_GB_S
 SLACK = 1.25
-MEASURABLE_BYTES = 50_000_000  # bytes below which an upload's time is only latency
+MEASURABLE_BYTES = 50_000_000  # the time of a smaller upload is only latency
 
 
 class Forecast:
@@ -37,7 +37,7 @@ class Forecast:
     ) -> None:
         self._config = config
         self._phases = config.phases()
-        # steps as counted in the prepared dataset
+        # with steps as counted in the prepared dataset
         counted = {row.phase: row.steps for row in phases if row.steps is not None}
         self._last = list(itertools.accumulate(counted.get(phase.name, phase.steps) for phase in self._phases))
         self._step_s = {row.phase: row.step_ms / 1000 for row in phases}
@@ -76,7 +76,7 @@ class Forecast:
         return max(self._last[-1] - step, 0)
 
     def slower(self, step: int, step_s: float | None) -> float:
-        """How many times as long as in the bill a step takes, at least 1."""
+        """The factor by which a step takes longer than in the bill, at least 1."""
         predicted_s = self._step_s.get(self._phases[self.phase(step)].name, 0.0)
         return max(1.0, (step_s or 0.0) / predicted_s) if predicted_s else 1.0
 
@@ -97,7 +97,8 @@ class Forecast:
         save_s = max(export / 1e9 * SAVE_GB_S, self._save_s(export))
         sent_s = max(export / 1e9 * UPLOAD_GB_S, self._sent_s(export))
         stop_s = self.stop_s(step, step_s)
-        if grace_s := self._config.grace_s:  # seconds for the whole grace period, and then a whole checkpoint
+        # this job gets its whole grace period, and then time for a whole checkpoint
+        if grace_s := self._config.grace_s:
             stop_s = max(stop_s, grace_s + self.upload_s(self._config.sizes().checkpoints[self.phase(step)]))
         return stop_s + save_s + sent_s
 
@@ -109,13 +110,13 @@ class Forecast:
         return min(self._config.log.every * step_s, self._config.save_interval_s(step_s) + step_s)
 
     def upload_s(self, size: int) -> float:
-        """Seconds to publish `size` bytes from the disk: measured, or from the bill before there is a measurement."""
+        """Seconds to publish `size` bytes from the disk: as measured, or as in the bill if nothing is measured yet."""
         if self._upload_s_per_byte is None:
             return LATENCY_S + size / 1e9 * UPLOAD_GB_S
         return LATENCY_S + SLACK * size * self._upload_s_per_byte
 
     def _save_s(self, size: int) -> float:
-        """Seconds until `size` bytes are on the disk: measured, or from the bill before there is a measurement."""
+        """Seconds until `size` bytes are on the disk: as measured, or as in the bill if nothing is measured yet."""
         return size * (SAVE_GB_S / 1e9 if self._save_s_per_byte is None else self._save_s_per_byte)
 
     def _sent_s(self, size: int) -> float:

@@ -17,19 +17,22 @@ from gpufleet.job.contract.bucket import CheckpointPlace
 from gpufleet.job.contract.codes import AttemptExit, TrainerExit
 from gpufleet.job.contract.gang import GangGeneration, Presence
 
-BEAT_S = 5.0  # between two writings of a presence
-LOST_S = 45.0  # a node is lost after this long without a presence, if the ranks make no steps
-SILENT_S = 600.0  # after this silence a node counts as gone even if its ranks go on
-# a slow node's share of the others' step time; looks and steps compared
+BEAT_S = 5.0  # seconds between two writes of a presence
+WAITING_BEAT_S = 1.0  # the same while a node waits: all nodes are billed until the last has seen the next generation
+LOST_S = 45.0  # so many seconds after its last presence a node is lost, if the ranks make no steps
+# The same once ranks of its generation have failed on another node: then no step is going to show that it lives.
+FAILED_S = 20.0
+SILENT_S = 600.0  # so many seconds after its last presence a node counts as gone, even if its ranks go on
+# a slow node: its step time as a multiple of the others', seconds of a look at S3, numbers of steps and looks compared
 SLOW, SLOW_LOOK_S, SLOW_STEPS, SLOW_LOOKS = 1.5, 15.0, 20, 5
 # seconds for which looks must have succeeded, because after an outage of the store all presences are old
 STEADY_S = 15.0
-FENCE_S = 60.0  # a member that for so long has neither store nor steps ends its trainer
+FENCE_S = 60.0  # a member ends its trainer after so many seconds with neither store nor steps
 PROPOSE_S = 30.0  # the oldest proposes within this time; then any node does
-SPARE_S = 600.0  # a node leaves if the others have trained without it for so long
-# seconds that a block's nodes wait for the others, which boot at the same time and have no replacement
+SPARE_S = 600.0  # a node leaves after the others have trained without it for so many seconds
+# seconds that a block's nodes wait for the others, which boot at the same time and are not replaced
 BLOCK_S = 1200.0
-RETRIES = 1  # number of retries with the same nodes from the same checkpoint
+RETRIES = 1  # retries with the same nodes from the same checkpoint
 TOGETHER = (TrainerExit.FINISHED, TrainerExit.STOPPED)  # exit codes with which all ranks end together
 
 
@@ -55,22 +58,31 @@ class Sight:
 class View:
     """What a node knows of the others.
 
-    `steady_s`: for how long looks have succeeded; `age_s`: seconds since the last look.
+    `steady_s`: seconds since looks last failed; `age_s`: seconds since the last look.
     """
 
     own: Presence
     others: Mapping[str, Sight] = field(default_factory=dict)
     newest: GangGeneration | None = None
     is_over: bool = False  # whether done.json exists
-    let_go: int | None = None  # how often waiting nodes have ended since the newest generation; None: not read yet
+    # how often waiting nodes have been told to leave since the newest generation; None if not read yet
+    let_go: int | None = None
     steady_s: float = 0.0
     age_s: float = 0.0
 
     @property
     def alive(self) -> dict[str, Presence]:
         """The nodes that are there, this one included."""
-        there = {name: sight.presence for name, sight in self.others.items() if sight.is_there}
+        there = {name: sight.presence for name, sight in self.others.items() if not self.is_lost(sight)}
         return {**there, self.own.instance: self.own}
+
+    def is_lost(self, sight: Sight) -> bool:
+        """Whether the node has left, or has been silent for too long. This is shorter if its generation has failed."""
+        if not sight.is_there or sight.age_s <= FAILED_S or self.steady_s < STEADY_S:
+            return not sight.is_there
+        every = [self.own, *(other.presence for other in self.others.values())]
+        failed = {presence.generation for presence in every if presence.ended not in (None, *TOGETHER)}
+        return sight.presence.state == "busy" and sight.presence.generation in failed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,10 +132,10 @@ def next_of(
     gather_s: float,
     origin: CheckpointPlace | None,
 ) -> Action:
-    """What a node does while it is in no generation. `ready_s`: for how long enough nodes have been ready; `spare_s`:
-    for how long the others have trained without this one; `lacking_s`: for how long a block's nodes have been too few;
-    `gather_s`: how long the oldest may go on waiting for missing nodes; `origin`: the checkpoint that the next
-    generation begins from.
+    """What a node does while it is in no generation. `ready_s`: seconds since enough nodes are ready. `spare_s`:
+    seconds that the others have trained without this one. `lacking_s`: seconds since a block has too few nodes.
+    `gather_s`: seconds that the oldest node may still wait for missing nodes. `origin`: the checkpoint from which the
+    next generation begins.
     """
     own, newest = view.own, view.newest
     if newest is not None and newest.number > own.generation and own.instance in newest.members:
@@ -138,7 +150,7 @@ def next_of(
     ready = ready_nodes(view)
     if len(ready) < nodes:
         if lacking_s >= BLOCK_S:
-            why = f"{len(ready)} of {nodes} nodes for {lacking_s:.0f} s, and a block's fleet replaces none"
+            why = f"only {len(ready)} of {nodes} nodes for {lacking_s:.0f} s, and a block's fleet replaces none"
             return Leave(code=AttemptExit.CRASHED, why=why)
         if gather_s <= 0 and view.let_go is not None and acts(view):
             return LetAllGo()
@@ -146,20 +158,18 @@ def next_of(
     members = ready[:nodes]
     if own.instance == members[0].instance or (own in members and ready_s >= PROPOSE_S):
         return Propose(generation=_proposal(members, newest, origin))
-    return Wait(why=f"{members[0].instance} is to propose")
+    return Wait(why=f"{members[0].instance} must propose a generation")
 
 
 def busy_nodes(view: View) -> list[str]:
-    """Returns the other nodes that train or still publish. While there are any, nobody may begin from an older
-    checkpoint.
-    """
+    """The other nodes that train or still publish. While there are any, nobody may begin from an older checkpoint."""
     return sorted(
         name for name, presence in view.alive.items() if presence.state == "busy" and name != view.own.instance
     )
 
 
 def ready_nodes(view: View) -> list[Presence]:
-    """Returns the nodes that could train, the oldest first."""
+    """The nodes that could train, the oldest first."""
     able = [presence for presence in view.alive.values() if presence.state == "ready" and presence.notice is None]
     return sorted(able, key=lambda presence: (presence.launched_at, presence.instance))
 
@@ -191,8 +201,8 @@ def timely(places: Iterable[CheckpointPlace], newest: GangGeneration | None) -> 
 
 
 def _proposal(ready: list[Presence], newest: GangGeneration | None, origin: CheckpointPlace | None) -> GangGeneration:
-    """Returns the next generation. Its leader is the node that had rank 0 last. If there is none, the leader is the
-    node whose address comes first in text order. PyTorch's c10d assigns ranks in the order of host names (torch 2.13,
+    """The next generation. Its leader is the node that had rank 0 last. If there is none, the leader is the node whose
+    address comes first in text order. PyTorch's c10d assigns ranks in the order of host names (torch 2.13,
     elastic/rendezvous/dynamic_rendezvous.py). An EC2 host name has the address in it, as in
     ip-10-0-1-5.us-east-2.compute.internal, so both orders are the same.
     """
@@ -217,7 +227,7 @@ def _proposal(ready: list[Presence], newest: GangGeneration | None, origin: Chec
         and made.leader != newest.leader
         and not any(presence.first_in for presence in others)
     ):
-        return replace(made, tries=newest.tries)  # no node failed: until now nobody knew on which node rank 0 was
+        return replace(made, tries=newest.tries)  # no node has failed: it was only unknown which node has rank 0
     return replace(made, tries=newest.tries + 1, is_last=newest.tries >= RETRIES)
 
 
@@ -234,7 +244,7 @@ def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping:
         return "the run is over"
     for name, presence in view.alive.items():
         if presence.first_in == generation.number and name != generation.leader:
-            return f"rank 0, which saves and prints, is on {name}: that one leads the next generation"
+            return f"rank 0, which saves and prints, is on {name}: {name} leads the next generation"
     for name in generation.members:
         if name == view.own.instance:
             continue
@@ -255,12 +265,14 @@ def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping:
 
 
 def why_slow(view: View, generation: GangGeneration) -> str:
-    """In which way this node is slow; empty if it is not slow."""
+    """How this node is slow; empty if it is not slow."""
     if view.own.look_s > SLOW_LOOK_S:
-        return f"its looks at S3 have taken {view.own.look_s:.0f} s and more, {SLOW_LOOKS} times in a row"
+        return f"its last {SLOW_LOOKS} looks at S3 have each taken {view.own.look_s:.0f} s or more"
     if late_s := late_each_step_s(view, generation):
         times = view.own.own_s / (view.own.own_s - late_s)
-        return f"its last {SLOW_STEPS} steps took {times:.1f} times as long as the other nodes' before they exchange"
+        return (
+            f"before the exchange, its last {SLOW_STEPS} steps took {times:.1f} times as long as those of other nodes"
+        )
     return ""
 
 
@@ -273,13 +285,13 @@ def late_each_step_s(view: View, generation: GangGeneration) -> float:
 
 
 def notice_in_s(view: View, generation: GangGeneration) -> float | None:
-    """Seconds until the first other member with a notice goes away; None without a notice."""
+    """Seconds until the first other member that has a notice goes away; None if no member has one."""
     notices = [view.others[name].notice_in_s for name in generation.members if name in view.others]
     return min((seconds - view.age_s for seconds in notices if seconds is not None), default=None)
 
 
 def fatal(view: View, generation: GangGeneration) -> str | None:
-    """Returns the words in which a member of the generation reported an error that every node would meet; else None."""
+    """The words in which a member of the generation reported an error that every node would meet; None if none did."""
     for name in generation.members:
         seen = view.others.get(name)
         if seen and seen.presence.generation == generation.number and seen.presence.ended == TrainerExit.FATAL:

@@ -1,5 +1,5 @@
-"""Finds this node's GPUs, driver and versions, for the node's record. The module does not import torch, which takes
-seconds and memory.
+"""Finds this node's GPUs, driver and versions, for its record, without torch, which takes seconds and memory
+to import.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ QUERY = "name,memory.total,driver_version"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriverGpu:
-    """`memory_gb` in units of 1e9 bytes, as the driver reports it."""
+    """One GPU, with its memory in units of 1e9 bytes, as the driver reports it."""
 
     name: str
     memory_gb: float

@@ -57,7 +57,8 @@ from gpufleet.job.supervisor.store import StoreError
 from gpufleet.job.supervisor.uploads import PART_S
 from gpufleet.job.supervisor.world import Cause, Outside
 
-MADE_S = 120.0  # for the other nodes to finish their parts of a checkpoint, once the leader has named that checkpoint
+# seconds that other nodes get to finish their parts of a checkpoint, once the leader has named that checkpoint
+MADE_S = 120.0
 
 
 class GangMember(Supervisor):
@@ -71,24 +72,25 @@ class GangMember(Supervisor):
         self._left: gang.Leave | None = None
         self._over: ends.Done | None = None
         self.pulse.leads, self._waits_for = False, ""
-        self._own_log = 0  # position in job.log from which no leader's copy has the text
+        self._own_log = 0  # position in job.log: the text from there on is in no leader's copy
         self._in_vain_since: float | None = None
-        self._told_at = 0.0  # the last time at which no checkpoint waited to be published
+        self._told_at = 0.0  # the last time at which no checkpoint waited for its publication
         self._spare_since: float | None = None
         self._ready_since: float | None = None
         self._lacking_since: float | None = None
-        self._gathers_since = 0.0  # the time since which the node has been ready without a generation
+        self._gathers_since = 0.0  # the time since which the node has been ready but in no generation
         # the newest generation, and how often waiting nodes had ended when it was first seen
         self._let_go: tuple[int, int] | None = None
-        self._stepped: tuple[int, float] = (0, 0.0)  # the newest step of this node's ranks, and when this step was seen
-        # the ranks' own time in steps, before a step needs other nodes
+        # the newest step of this node's ranks, and the time at which this step was seen
+        self._stepped: tuple[int, float] = (0, 0.0)
+        # the time per step that the ranks need alone, before a step needs other nodes
         self._own_s: deque[float] = deque(maxlen=gang.SLOW_STEPS)
-        self._was_silent = False  # whether a member was silent, while its ranks went on, at the last look
+        self._was_silent = False  # whether, at the last look, a member was silent while its ranks went on
         self._is_slow = False  # whether this node is slow and has reported it
         self._gives_way_at: float | None = None  # the time at which this node leaves because it is slow
 
     def run(self) -> int:
-        """Runs the attempt, as a single node's."""
+        """Runs the attempt, in the same way as for a single node."""
         try:
             return super().run()
         finally:
@@ -110,9 +112,7 @@ class GangMember(Supervisor):
         """Does nothing: the checkpoint is known only when a generation begins."""
 
     def _begin_from(self, origin: CheckpointPlace | None) -> bool:
-        """Makes `origin` the only checkpoint on this disk; with None, removes all. Returns False if `origin` does not
-        verify.
-        """
+        """Makes `origin` the only checkpoint on this disk; None removes all. Returns False if it does not verify."""
         steps, folder = [commit.step for commit in commits(self.workdir)], self.workdir / CHECKPOINTS
         if origin is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -132,13 +132,13 @@ class GangMember(Supervisor):
         return True
 
     def _newest_published(self) -> CheckpointPlace | None:
-        """Returns the checkpoint from which the next generation may begin, or None. Raises StoreError."""
+        """The checkpoint from which the next generation may begin, or None. Raises StoreError."""
         entries = self._patiently(lambda: self.store.entries(bucket.CHECKPOINTS), bucket.CHECKPOINTS)
         places = gang.timely(bucket.published(entry.key for entry in entries), self.watch.view.newest)
         return places[-1] if places else None
 
     def _gather(self) -> GangGeneration | None:
-        """Waits for a generation that includes this node. Returns None if the attempt is over instead. Raises
+        """Waits for a generation that includes this node; None if the attempt is over instead. Raises
         InterruptedEarlyError, LimitReachedError, StoreError.
         """
         self.watch.tell(state="ready")
@@ -249,7 +249,7 @@ class GangMember(Supervisor):
         self.staging = replace(self.staging, node=rank)
         reads = self.leads or self.run_file.config.parts.reads
         if not self._begin_from(generation.origin if reads else None):
-            return TrainerExit.UNREADABLE  # all nodes begin again, from the checkpoint before
+            return TrainerExit.UNREADABLE  # all nodes begin again, from the checkpoint before this one
         self.rung = generation.rung
         self.record.update(floor=self.rung)
         if attempts.accepts(self.others.attempts):
@@ -363,7 +363,7 @@ class GangMember(Supervisor):
         if self._gives_way_at is None and self._is_dearer_than_another(gang.late_each_step_s(view, self.generation)):
             stop_s = self.forecast.stop_s(self.progress.step, self.progress.step_s)
             self._gives_way_at = self.clock() + stop_s + LATE_S
-            self.say("another node in its place is cheaper: this one saves and leaves")
+            self.say("a new node is cheaper than waiting for this one, which saves and leaves")
         silent = [name for name, sight in view.others.items() if name in self.generation.members and not sight.is_there]
         if silent and not self._was_silent:
             self.say(f"no news from {', '.join(silent)} for {gang.LOST_S:.0f} s; the ranks' steps decide")
@@ -388,7 +388,7 @@ class GangMember(Supervisor):
         return leaving or (None if self._gives_way_at is None else Cause(reason=SLOW, deadline=self._gives_way_at))
 
     def _tell_now_and_then(self) -> None:
-        """Reports what the run has spent, because without such reports the node would not move its timer."""
+        """Reports what the run has spent, because the node moves its timer only after such reports."""
         if (now := self.clock()) >= self._spent_at + SPENT_S:
             self._tell_spent(now)
 
@@ -408,7 +408,8 @@ class GangMember(Supervisor):
         if leader is None or leader.presence.generation != self.generation.number:
             return
         seen = leader.presence
-        message = LeaderSaved(step=seen.saved, named_by=seen.named_by, ended=seen.ended is not None)
+        has_ended = seen.ended is not None or leader.age_s > gang.FAILED_S  # it names no more checkpoints
+        message = LeaderSaved(step=seen.saved, named_by=seen.named_by, ended=has_ended)
         if message != LeaderSaved.read(self.workdir):
             self._tell(message)
 
@@ -476,9 +477,7 @@ class GangMember(Supervisor):
         return super()._drain(until) if self.pulse.leads or self.leads or self._leaves_parts else True
 
     def _waits_in_vain(self) -> bool:
-        """Whether this node waits for parts that cannot come any more, because their nodes are gone or have sent all
-        that they have.
-        """
+        """Whether this node waits for parts that cannot come: their nodes are gone or have sent all that they have."""
         there, number = self.watch.view.alive, self.fence.generation
         members = self.generation.members if self.generation is not None else ()
         missing = [there.get(members[rank]) if members else None for rank in self.uploader.lacking]
@@ -491,7 +490,7 @@ class GangMember(Supervisor):
         return self.clock() - self._in_vain_since > 3 * PART_S  # a node's last report may be older than its part
 
     def _lower(self, code: int) -> tuple[int, int]:
-        """Returns the rung at which all nodes begin after memory ran out here, and the exit code that follows."""
+        """The rung at which all nodes begin after memory ran out here, and the exit code that follows."""
         used = UsedRung.read(self.workdir)
         at, lower = (self.rung, self.rung + 1) if used is None else (used.rung, used.lower)
         if lower is None or lower >= len(self.run_file.config.ladder(self.world.ranks)):
@@ -506,8 +505,8 @@ class GangMember(Supervisor):
         return f"{fatal.error}: {fatal.detail}" if fatal else ""
 
     def _fatal_peer(self, generation: GangGeneration) -> str | None:
-        """Returns an error that another member reported and that every node would meet. This node then ends the run
-        because of it. Returns None if there is no such error, or if another node leads.
+        """An error that another member reported and that every node would meet: this node then ends the run because of
+        it. None if there is no such error, or if another node leads.
         """
         error = gang.fatal(self.watch.view, generation) if self.leads else None
         if error is not None and Fatal.read(self.workdir) is None:
@@ -531,14 +530,12 @@ class GangMember(Supervisor):
     def _follows(self, over: ends.Done) -> int:
         """Ends this node, because the leader has ended the run."""
         code = AttemptExit.FAILED if over.reason in ends.FAILURES else AttemptExit.FINISHED
-        self.say(f"the run is over: {over.reason}, says {over.instance}")
+        self.say(f"{over.instance} has ended the run: {over.reason}")
         self._leave(Exit(code, over.reason, at=iso(self.clock())))
         return code
 
     def _write_receipt(self, done: ends.Done) -> None:
-        """Writes the receipt. Nodes that still exist do not count as lost: they leave when they read that the run has
-        ended.
-        """
+        """Writes the receipt. Nodes that still exist do not count as lost: they leave when they read of the end."""
         there, ending = self.watch.view.alive, Exit(AttemptExit.FINISHED, done.reason, at=done.at)
         self.others.attempts = [
             replace(attempt, record=replace(attempt.record, exit=ending))
@@ -549,7 +546,7 @@ class GangMember(Supervisor):
         super()._write_receipt(done)
 
     def _finish(self, reason: str, detail: str = "") -> int:
-        """Ends the run, unless a newer generation has taken over: then that generation's leader ends the run."""
+        """Ends the run, unless a newer generation has taken over: then the leader of that generation ends the run."""
         self.watch.tell(state="busy")  # no new generation may begin while this node uploads
         newest = self.watch.view.newest
         if newest is not None and self.generation is None:  # no node trains, and this one is the oldest

@@ -36,7 +36,7 @@ class Metadata:
     """Notice and recommendation, from IMDSv2. Call `poll` once per interval; any thread may read the attributes."""
 
     def __init__(self, *, fetch: Fetch, clock: Callable[[], float], say: Callable[[str], None]) -> None:
-        self.notice: float | None = None  # the time at which EC2 ends the machine (epoch seconds); stays once seen
+        self.notice: float | None = None  # the time at which EC2 ends the machine (epoch seconds); once known, it stays
         self.save_wanted: str | None = None  # changes with each new recommendation or doubted notice
         self._fetch, self._clock, self._say = fetch, clock, say
         self._token: str | None = None
@@ -55,12 +55,12 @@ class Metadata:
                 self._take_recommendation(self._get(REBALANCE_PATH))
         except _DoubtError as error:
             complaint = str(error)
-        # the most severe failure: the system has no thread left
+        # the worst failure: the system has no thread left
         except (OSError, http.client.HTTPException, ValueError, RuntimeError) as error:
             complaint = f"metadata: {type(error).__name__}: {error}"
-        if complaint and complaint != self._complaint:  # once per kind of failure, not once per poll
+        if complaint and complaint != self._complaint:  # a failure is reported once, not at every poll
             self._say(complaint)
-        if complaint or self._turn % 2:  # this poll has asked for everything, and all answers are well
+        if complaint or self._turn % 2:  # all answers of this turn were good
             self._complaint = complaint
 
     def _take_notice(self, body: bytes | None) -> None:
@@ -69,13 +69,13 @@ class Metadata:
         document = _object(body)
         action = document.get("action")
         if action not in ACTIONS:
-            raise _DoubtError(f"metadata: ignoring an instance-action that names no action: {body[:80]!r}")
+            raise _DoubtError(f"metadata: an instance-action without an action is ignored: {body[:80]!r}")
         now = self._clock()
         at = epoch(document.get("time"))
         if at is None or not now - PAST_S <= at <= now + AHEAD_S:
             self.save_wanted = f"doubtful notice {document.get('time')!r}"[:100]
             raise _DoubtError(
-                f"metadata: {action} at {str(document.get('time'))[:40]!r} cannot be: saving, not stopping"
+                f"metadata: {action} at the impossible time {str(document.get('time'))[:40]!r}: saving, not stopping"
             )
         self.notice = at
         self._say(f"spot notice: {action} in {at - now:.0f} s")
@@ -85,7 +85,7 @@ class Metadata:
             return
         time = _object(body).get("noticeTime")
         if not isinstance(time, str) or epoch(time) is None:
-            raise _DoubtError(f"metadata: ignoring a recommendation without a time: {body[:80]!r}")
+            raise _DoubtError(f"metadata: a recommendation without a time is ignored: {body[:80]!r}")
         if self.save_wanted != time:
             self._say(f"rebalance recommendation of {time}: saving, not stopping")
             self.save_wanted = time
@@ -183,5 +183,5 @@ def _object(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):
-        raise _DoubtError(f"metadata: ignoring what is not an object: {body[:80]!r}")
+        raise _DoubtError(f"metadata: an answer that is not an object is ignored: {body[:80]!r}")
     return document

@@ -20,7 +20,7 @@ from gpufleet.job.supervisor.store import ec2, pages
 HOUR_S = 3600
 ASK_AGAIN_S = 60.0
 
-SpotPrice = Callable[[float], Decimal | None]  # epoch seconds -> USD per hour then; None if not known
+SpotPrice = Callable[[float], Decimal | None]  # USD per hour at a time in epoch seconds; None if unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,11 +49,11 @@ class Meter:
         spot_price: SpotPrice = lambda at: None,
         nodes: int = 1,
     ) -> None:
-        """`nodes`: how many of the run's nodes run at once."""
+        """`nodes`: the number of the run's nodes that run at once."""
         self.rates, self._peers = rates, nodes - 1
         self.launched_at = launched_at
         self.fixed_usd = fixed_usd
-        # USD and seconds of the run's other nodes, and when both were read; the pulse's thread replaces the whole
+        # USD and seconds of the run's other nodes, and the time of reading; the pulse's thread replaces the whole
         # tuple.
         self._others: tuple[Decimal, Decimal, float | None] = (*others, None)
         self._spot_price = spot_price
@@ -66,14 +66,12 @@ class Meter:
         self._others = (*others, now)
 
     def _most_of_peers(self, seconds: float) -> tuple[Decimal, Decimal]:
-        """The most that the other nodes can cost in `seconds`, and their seconds together."""
+        """The most that the other nodes can cost in `seconds`, and the sum of their seconds."""
         total = self._peers * Decimal(f"{seconds:.3f}")
         return hours(total) * (self.rates.ceiling + self.rates.extras), total
 
     def _others_spent(self, now: float) -> tuple[Decimal, Decimal]:
-        """The spending of the other nodes. While the store is down, these nodes count as running, and training
-        continues.
-        """
+        """The spending of the other nodes. While the store is down, they count as running, and training continues."""
         usd, seconds, read_at = self._others
         more, more_s = self._most_of_peers(max(0.0, now - read_at - GONE_S) if read_at is not None else 0.0)
         return usd + more.quantize(CENT_100), seconds + more_s
@@ -99,7 +97,7 @@ class Meter:
             return None
         price = f"${spent.usd_per_hour} an hour"
         if self._at_ceiling:
-            return f"AWS gives no spot price: compute counts at its ceiling, {price}, until it does"
+            return f"AWS gives no spot price: until it does, compute counts at the highest possible one, {price}"
         return f"AWS gives the spot price, {price}: it counts from the launch on"
 
     def spent(self, now: float, others_until: float | None = None) -> Spending:
@@ -125,14 +123,14 @@ class Meter:
         )
 
     def limit(self, now: float, limits: RunLimits, reserve_s: float) -> str | None:
-        """The limit that another `reserve_s` would pass: max_usd, max_hours, deadline, expiry or None."""
+        """The limit that would be passed in another `reserve_s`: max_usd, max_hours, deadline, expiry or None."""
         then = now + reserve_s
         spent = self.spent(then, others_until=now)
         more, more_s = self._most_of_peers(reserve_s)  # `spent` has the cost of the other nodes up to now
         return passed_limit(limits, spent.usd + more, spent.seconds + more_s, then)
 
     def left_s(self, now: float, limits: RunLimits, most_s: float) -> float:
-        """Seconds until the first limit, at most `most_s`; 0 if one is passed."""
+        """Seconds until the first limit, at most `most_s`; 0 if a limit is passed."""
         left_s, more = 0.0, most_s
         while more >= 1.0:  # by bisection: each hour may have its own price
             more /= 2
@@ -160,7 +158,7 @@ def spot_history(
                 raise LookupError("no price in the answer")
             price = Decimal(max(rows, key=lambda row: row["Timestamp"])["SpotPrice"])
             if not price.is_finite() or price <= 0:
-                raise ValueError(f"{price} is no price")
+                raise ValueError(f"{price} is not a price")
         except (BotoCoreError, ClientError, OSError, LookupError, ValueError, ArithmeticError) as error:
             if not failing:
                 say(f"DescribeSpotPriceHistory: {type(error).__name__}: {error}")

@@ -14,16 +14,14 @@ from typing import Any, TypeVar
 from gpufleet.job.contract import bucket, reading
 from gpufleet.job.contract.gang import GangGeneration, Presence
 from gpufleet.job.contract.reading import DoubtError
-from gpufleet.job.supervisor.gang import BEAT_S, SLOW_LOOKS, Sight, View
+from gpufleet.job.supervisor.gang import BEAT_S, SLOW_LOOKS, WAITING_BEAT_S, Sight, View
 from gpufleet.job.supervisor.store import ABSENT, ANY, Entry, Store, StoreError, SupersededError, create
 
 T = TypeVar("T")
 
 
 class Lookout:
-    """One node's view of the others. `look` asks the store, in its own thread (LookoutThread); the other methods use
-    what it saw.
-    """
+    """One node's view of the others. `look` asks the store in a thread; the other methods use what it saw."""
 
     def __init__(self, store: Store, own: Presence, clock: Callable[[], float], say: Callable[[str], None]) -> None:
         self._store, self._clock, self._say = store, clock, say
@@ -31,12 +29,13 @@ class Lookout:
         self._reached_at, self._steady_since = clock(), clock()
         self._bodies: dict[str, tuple[str, float, bytes]] = {}  # by key: etag, time and bytes of the object as read
         self._lock, self._looking = threading.Lock(), threading.Lock()
-        self.changed = threading.Event()  # set if news of this node must not wait until the next regular write
+        # set if the other nodes must get news of this node before the next regular write
+        self.changed = threading.Event()
         self._complaint, self._has_left = "", False
         self._took: deque[float] = deque(maxlen=SLOW_LOOKS)  # seconds that the last looks took
 
     def tell(self, **news: Any) -> None:
-        """Changes what this node reports about itself: `view` has it at once, the other nodes with the next look."""
+        """Changes what this node reports about itself: at once in `view`, to other nodes with the next look."""
         with self._lock:
             changed = replace(self._own, **news)
             if changed != self._own:
@@ -47,6 +46,11 @@ class Lookout:
     def own(self) -> Presence:
         """This node's own report about itself."""
         return self._own
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until the next regular look."""
+        return WAITING_BEAT_S if self._own.state == "ready" else BEAT_S
 
     @property
     def view(self) -> View:
@@ -106,7 +110,7 @@ class Lookout:
         try:
             create(self._store, json.dumps({"by": self._own.instance}).encode(), bucket.let_go_key(number, count))
         except StoreError as error:
-            self._say(f"the other nodes cannot be told to end: {error}")
+            self._say(f"the message that waiting nodes leave could not be sent: {error}")
         self.look()
 
     def _send(self, own: Presence) -> None:
@@ -149,7 +153,7 @@ class Lookout:
 
 
 class LookoutThread:
-    """Looks every BEAT_S, and at once after news, until the block ends."""
+    """Looks regularly, and at once after news, until the block ends."""
 
     def __init__(self, watch: Lookout) -> None:
         self._watch, self._ended = watch, threading.Event()
@@ -167,20 +171,20 @@ class LookoutThread:
     def _run(self) -> None:
         while not self._ended.is_set():
             self._watch.look()
-            self._watch.changed.wait(BEAT_S)
+            self._watch.changed.wait(self._watch.pause_s)
 
 
 def newest_generation(store: Store) -> int:
-    """The number of the newest generation; 0 without one. Raises StoreError."""
+    """The number of the newest generation; 0 if there is none. Raises StoreError."""
     matches = (bucket.GENERATION_KEY.fullmatch(entry.key) for entry in store.entries(bucket.GANG))
     return max((int(match[1]) for match in matches if match), default=0)
 
 
 class ConditionalStore:
-    """The run's store for one of several nodes. A leader that froze and wakes up overwrites nothing: a leader's object
-    (metrics, outputs, the run's end) replaces only the object that existed when the leader certainly led, else the put
-    fails. Objects that only one node writes need no condition, nor do the files of a generation's checkpoints. A
-    manifest that still arrives too late is skipped (gang.timely), or set aside if its files are gone.
+    """The run's store for one of several nodes. A leader that froze and wakes up overwrites nothing: an object of the
+    leader (metrics, outputs, the run's end) replaces only the object that existed when the leader certainly led, else
+    the put fails. Objects that only one node writes need no condition, nor do the files of a generation's checkpoints.
+    A manifest that still arrives too late is skipped (gang.timely), or set aside if its files are gone.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -192,7 +196,6 @@ class ConditionalStore:
         self._inner.put_bytes(content, key, self._condition(key, over))
 
     def put_file(self, path: Path, key: str, over: str = ANY) -> None:
-        """Like `put_bytes`."""
         self._inner.put_file(path, key, self._condition(key, over))
 
     def _condition(self, key: str, over: str) -> str:
@@ -201,7 +204,7 @@ class ConditionalStore:
         etag = next((entry.etag for entry in self._inner.entries(key) if entry.key == key), ABSENT)
         # leadership is checked after this read, so that whatever a later leader puts has another etag
         if (newest := newest_generation(self._inner)) > self.generation:
-            raise SupersededError(f"{key} is not written: generation {newest} has taken over")
+            raise SupersededError(f"{key} was not written: generation {newest} has taken over")
         return etag if over == ANY else over
 
     def __getattr__(self, name: str) -> Any:

@@ -83,9 +83,9 @@ class Mirror:
 
     def __init__(self, store: Store, workdir: Path) -> None:
         self._store, self._folder = store, workdir / STAGES
-        self._sent: dict[str, int] = {}  # bytes by name
+        self._sent: dict[str, int] = {}  # the bytes that were sent, by file
         self._sending = threading.Lock()
-        self.added = 0  # lines of this attempt in the store
+        self.added = 0  # lines that this attempt has added to the store
 
     def restore(self) -> int:
         """Replaces <workdir>/stages by the files of earlier attempts; the number of lines. Raises StoreError."""
@@ -134,8 +134,8 @@ class LackingError(StoreError):
 
 
 PARALLEL = 8
-FREE_FACTOR = 1.2  # times the predicted size must be free before a save
-MOST_SCALARS = 1024**3  # the largest TensorBoard file: a file that has grown is sent again as a whole
+FREE_FACTOR = 1.2  # free disk space that a save needs, as a factor on its predicted size
+MOST_SCALARS = 1024**3  # most bytes of a TensorBoard file: a file that has grown is sent again as a whole
 
 
 class Publisher:
@@ -147,26 +147,28 @@ class Publisher:
         self.newest = CheckpointPlace(-1)  # the highest step in the store that this attempt published or resumed from
         # With several nodes: this node's generation, its rank there, and how many nodes leave parts.
         self.generation, self.node, self.parts = 0, 0, 1
-        self.newest_wanted: int | None = None  # while parts are waited for: the step of the newest commit to send
+        # the step of the newest commit to send, while parts of another one are waited for
+        self.newest_wanted: int | None = None
         self.measured: tuple[int, float] | None = None  # bytes and seconds of the last publication
         self._store, self._workdir, self._say = store, workdir, say
         self._run, self._published, self._own = run, published, ForeignFolder(workdir)
         self._best: Best | None = None
         self._told: tuple[Any, ...] = ()  # the changeable fields of the newest manifest
         self._given_up: set[int] = set()
-        self._sent: dict[str, int] = {}  # exports that were sent, with their time of writing
-        self._scalars: dict[str, int] = {}  # TensorBoard's files, with the bytes sent
+        self._sent: dict[str, int] = {}  # the time of writing of each export that was sent
+        self._scalars: dict[str, int] = {}  # the bytes that were sent of each TensorBoard file
         self._place = CheckpointPlace(-1)  # the place of the commit being sent, or sent last
-        self._arrived: dict[str, tuple[int, str]] = {}  # files of it that were sent: time of writing and sha256
-        # the time at which the sending of these files began, if nothing has failed since
+        # files of that commit that were sent: time of writing and sha256
+        self._arrived: dict[str, tuple[int, str]] = {}
+        # the time at which the sending of these files began; None if a try has failed since
         self._began: float | None = None
         self._cancel = threading.Event()
         self.stages = Mirror(store, workdir)
         self._reading = threading.Lock()
 
     def resumed(self, manifest: Manifest | None) -> None:
-        """Takes this manifest as the store's newest good checkpoint, and forgets a best checkpoint of a later step, or
-        one that is gone. With None training begins from nothing.
+        """Takes this manifest as the store's newest good checkpoint. A best checkpoint of a later step, or one that is
+        gone, no longer counts. None: training begins from nothing.
         """
         self.newest = self._place = CheckpointPlace(-1) if manifest is None else manifest.place
         self._told = () if manifest is None else manifest.commit.changing
@@ -177,10 +179,12 @@ class Publisher:
         best = Best.from_bytes(self._store.get_bytes(BEST))
         there = best is not None and best.place <= self.newest and self._store.size(best.place.manifest) is not None
         self._best = best if there else None
-        self._offer(manifest.commit, manifest.place)  # a node may end between the two writes
+        self._offer(manifest.commit, manifest.place)  # a node may end between two writes
 
     def forget_best(self, manifest: Manifest) -> None:
-        """Forgets a best checkpoint that is lost; the trainer's from the resumed `manifest` on remain."""
+        """Forgets a best checkpoint that is lost. Of the trainer's checkpoints, those from the resumed `manifest` on
+        may become the best again.
+        """
         self._best = None
         self._offer(manifest.commit, manifest.place)
 
@@ -240,7 +244,7 @@ class Publisher:
             part = {"files": [asdict(file) for file in files]}
             self._store.put_bytes(atomic.json_bytes(part), self._place.part(self.node))
             self.newest, self._told = self._place, commit.changing
-            self._say(f"node {self.node}'s part of step {commit.step} is sent, {commit.bytes / 1e6:.1f} MB")
+            self._say(f"node {self.node} has sent its part of step {commit.step}, {commit.bytes / 1e6:.1f} MB")
             return
         parts = self._read_parts()
         self.stages.send()  # a later phase's checkpoint relies on the stages' lines
@@ -272,9 +276,7 @@ class Publisher:
         return tuple(inputs.files(Fields(reading.parse(content))) for content in lists)
 
     def _send_all(self, commit: Commit) -> dict[str, str]:
-        """Sends the commit's files, except those that arrived in an earlier try. Returns the sha256 of all files by
-        name.
-        """
+        """Sends the commit's files, except those that arrived earlier. Returns the sha256 of all files by name."""
         paths = {name: self._path(commit) / name for name, _ in commit.files}
         written = {name: self._own.stat(path).st_mtime_ns for name, path in paths.items()}
         there = {entry.key for entry in self._store.entries(CheckpointPlace(commit.step).prefix)}
@@ -308,8 +310,8 @@ class Publisher:
         return self._place.part_prefix(self.node) + name
 
     def _new_place(self, step: int, there: Iterable[str]) -> CheckpointPlace:
-        """A place without a manifest. Raises FileExistsError if this generation has published another checkpoint of the
-        step.
+        """A place for a checkpoint that has no manifest yet. Raises FileExistsError if this generation has published
+        another checkpoint of the step.
         """
         published = [place.generation for place in bucket.published(there)]
         if not self.generation:
@@ -322,7 +324,7 @@ class Publisher:
         return self._workdir / CHECKPOINTS / commit.folder
 
     def _staged(self, manifest: Manifest) -> dict[str, tuple[int, str]]:
-        """By name, time of writing and hash of the manifest's files that were downloaded to this disk and verified."""
+        """Time of writing and hash, by name, of the manifest's files that were downloaded to this disk and verified."""
         paths = {file: self._path(manifest.commit) / file.name for file in manifest.files}
         return {file.name: (path.stat().st_mtime_ns, file.sha256) for file, path in paths.items() if path.is_file()}
 
@@ -354,7 +356,7 @@ class Publisher:
         self.stages.send()
         if not self._reading.acquire(timeout=patience_s):
             return
-        try:  # the pulse and the uploads call this: an older reading must not be put last
+        try:  # the pulse and the uploads call this: an older content must not be put last
             content = b""
             with suppress(FileNotFoundError), self._own.open(self._workdir / METRICS) as file:
                 content = whole_lines(file.read())
@@ -368,7 +370,7 @@ class Publisher:
             self._reading.release()
 
     def exported(self) -> list[Path]:
-        """Files of complete exports (meta.json is written last) that the store lacks, or has in an older form."""
+        """Files of complete exports (meta.json is written last) that the store lacks, or has in an older version."""
         folders = [meta.parent for meta in sorted((self._workdir / EXPORTS).glob("*/meta.json"))]
         return [path for folder in folders for path in _files(folder) if not self._is_sent(path)]
 
@@ -392,9 +394,7 @@ class Publisher:
         self.metrics()
 
     def _hand_on(self) -> None:
-        """Lists the outputs of a stage, so that later stages can verify them. Later stages begin only when this one is
-        done.
-        """
+        """Lists the outputs of a stage, so that later stages, which begin only after it, can verify them."""
         folder = self._workdir / FINAL
         files = [
             {"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": self._hash(path)}
@@ -411,7 +411,7 @@ class Publisher:
                 self._export(path)
             there = [e for e in self._store.entries(prefix) if e.key.startswith((f"{prefix}/", f"{prefix}."))]
             if not there:
-                raise FileNotFoundError(f"{prefix} is required, but neither here nor in the store")
+                raise FileNotFoundError(f"{prefix} is required, but is neither on this disk nor in the store")
             sizes += [(entry.key, entry.bytes) for entry in there]
         return sizes
 
@@ -423,7 +423,7 @@ class Publisher:
             self._sent[key] = written
 
     def _is_sent(self, path: Path) -> bool:
-        """Whether the file has been sent, or has gone since it was listed because its export is being replaced."""
+        """Whether the file was sent, or was removed after the listing because its export is being replaced."""
         try:
             written = self._own.stat(path).st_mtime_ns
         except FileNotFoundError:
@@ -470,7 +470,7 @@ class Publisher:
         return commit.val_loss < best.val_loss if commit.phase == best.phase else commit.step > best.step
 
     def _offer(self, commit: Commit, place: CheckpointPlace) -> None:
-        """Makes best.json name this published checkpoint, if it is better than the checkpoint that best.json names."""
+        """Writes this published checkpoint into best.json if it is better than the checkpoint that best.json names."""
         if self._improves(commit):
             best = Best(place=place, phase=commit.phase, val_loss=commit.val_loss)
             self._store.put_bytes(atomic.json_bytes(best.to_json()), BEST)

@@ -36,7 +36,7 @@ from gpufleet.job.contract.workdir import LOG, METRICS
 from gpufleet.job.kind import batch
 
 GB, MONTH_H = Decimal(10**9), 730  # hours in a month, as in the bill
-UNKEPT_DAYS = 1  # days for which a bucket exists that is deleted with the stack
+UNKEPT_DAYS = 1  # days for which a bucket exists that is deleted with its stack
 
 
 def build(
@@ -48,9 +48,9 @@ def build(
     measurement: Mapping[str, Any] | None = None,
     results: goal.Results = lambda name: None,
 ) -> Receipt:
-    """The content of receipt.json. `attempts` has the oldest first; the last attempt ends the run. `done` says how it
-    ended and until when costs count; `objects`: bytes of the run's objects by key, None if not known; `measurement` is
-    what `measure` returns; `results` gives the figures for which there are goals.
+    """The content of receipt.json. `attempts`: the oldest first; the last one ends the run. `done`: how the run ended,
+    and until when costs count. `objects`: bytes of the run's objects by key; None if unknown. `measurement`: the result
+    of `measure`. `results` gives the figures for which there are goals.
     """
     estimate, lines = run.estimate, _lines(run, attempts, objects)
     actual = _total(line.actual for line in lines)
@@ -91,7 +91,7 @@ def _elapsed(attempts: Sequence[Attempt], done: Done) -> Decimal:
 
 
 def _did_all(run: RunFile, done: Done) -> bool:
-    """Whether the run did its work. Work without an end is done when a limit ends it."""
+    """Whether the run did its work. Work without a declared end is done when a limit ends it."""
     return done.reason == FINISHED or (batch.is_endless(run.config) and done.reason in LIMITS)
 
 
@@ -118,7 +118,7 @@ def measure(
         parameters=run.parameters,
         device={
             "kind": run.config.device,
-            "name": machine.gpu or attempts[0].record.type,  # without a GPU a speed counts for this type alone
+            "name": machine.gpu or attempts[0].record.type,  # a speed without a GPU holds for this type alone
             "count": machine.gpu_count,
             "ranks": node.ranks,
             "memory_gb": machine.gpu_memory_gb,
@@ -178,7 +178,7 @@ def text(receipt: Receipt) -> str:
     for attempt in receipt.attempts:
         end = attempt.exit.reason if attempt.exit else "gone without notice"
         if attempt.reclaimed is False:
-            end += ", as the fleet was changed, deleted or expired"
+            end += ", because the fleet was changed, deleted or expired"
         paid = f"{seconds(attempt.seconds)} s ${money(attempt.usd)}"
         paid = ", ".join(filter(None, (paid, start_up(attempt.started_s, attempt.pulled_s), attempt.network)))
         kind = f"{attempt.type} {attempt.capacity}".rstrip()

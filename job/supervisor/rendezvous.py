@@ -1,4 +1,4 @@
-"""Makes torchrun's options and a command's environment by which the trainers of several nodes meet."""
+"""Makes torchrun's options and a command's environment, by which the trainers of several nodes find each other."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ ROUTES = Path("/proc/net/route")  # Linux
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """How one node meets the others of its generation."""
+    """How one node finds the others of its generation."""
 
     nodes: int
     rank: int
     master: str
     port: int
     number: int = 1
-    gbps: float = 0.0  # rate of the cards between nodes; 0: not known
+    gbps: float = 0.0  # rate of the network cards between nodes; 0 if unknown
 
     @classmethod
     def of_member(cls, generation: GangGeneration, rank: int, gbps: float = 0.0) -> Rendezvous:
-        """The rendezvous for the member with this rank."""
         return cls(
             nodes=len(generation.members),
             rank=rank,

@@ -37,9 +37,7 @@ TRIES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """The source and the target of files. The caller's thread calls `check` often; `check` may raise to abandon the
-    work.
-    """
+    """The source and the target of files. The caller's thread calls `check` often, which may raise to stop."""
 
     store: Store
     run: RunFile
@@ -99,8 +97,9 @@ def _fill(
     opened: Callable[[str], Store],
     takes: Sequence[str] = (),
 ) -> None:
-    """Downloads an input's files into `folder`. If run.json does not name the files, the input's own `manifest` does;
-    without a manifest, the listing of the input's place. With `takes`, only the files of these names are downloaded.
+    """Downloads an input's files into `folder`. The list of files is in run.json; if not, in the input's own
+    `manifest`; if there is none, the input's place is listed. With `takes`, only the files of these names are
+    downloaded.
     """
     shared = bucket_uri(stage.store.uri, stage.run.run)
     stage_uri = f"{shared}/{wanted.stage}/{FINAL}"
@@ -130,12 +129,14 @@ def _listed(place: Store, path: Path, wanted: InputData, title: str) -> tuple[In
 
 
 def _as_listed(entries: Sequence[Entry], wanted: InputData, title: str) -> tuple[InputFile, ...]:
-    """The listed files, if `gpufleet prepare` found the same files there. Nobody hashed the files, so the listing alone
-    shows whether they are the same.
+    """The listed files, if `gpufleet prepare` found the same files there. No hash of the files exists, so only the
+    listing shows whether they are the same.
     """
     files = [(entry.key, entry.bytes, entry.etag) for entry in entries if listing.is_file(entry.key)]
     if listing.digest(files) != wanted.sha256:
-        raise ValueError(f"the {title} has changed since it was listed: a run of a new id, prepared again, may have it")
+        raise ValueError(
+            f"the {title} has changed since it was listed: run `gpufleet prepare` again and use a new run.id"
+        )
     return tuple(InputFile(name=reading.name(name), bytes=size, sha256="") for name, size, _ in files)
 
 
@@ -178,9 +179,7 @@ def set_aside(stage: Stage, step: int, why: str) -> bool:
 
 
 def _reject(stage: Stage, place: CheckpointPlace, why: str) -> None:
-    """Moves a checkpoint aside, where people can look at it, because the node script counts progress by the newest
-    manifest.
-    """
+    """Moves a checkpoint aside, where people can look at it: the node counts progress by the newest manifest."""
 
     def act() -> None:
         stage.store.put_bytes(f"{why}\n".encode(), place.prefix + bucket.REJECTED)
@@ -190,9 +189,7 @@ def _reject(stage: Stage, place: CheckpointPlace, why: str) -> None:
 
 
 def best_too(stage: Stage, newest: CheckpointPlace) -> bool:
-    """Downloads the best checkpoint beside a newer one, for a job that exports it. Returns False if the best checkpoint
-    is lost.
-    """
+    """Downloads the best checkpoint beside a newer one, for a job that exports it. Returns False if it is lost."""
     if not stage.run.config.delivers_best:
         return True
     best = Best.from_bytes(retried(stage, lambda: stage.store.get_bytes(BEST), BEST))
@@ -217,17 +214,15 @@ def _sizes(stage: Stage) -> dict[str, int]:
 
 
 def _fit(stage: Stage, place: CheckpointPlace, sizes: dict[str, int]) -> Manifest:
-    """The manifest at `place`. Raises DoubtError if the run must not resume from it, as far as that shows without a
-    download.
-    """
+    """The manifest at `place`. Raises DoubtError if no run may resume from it, as far as it shows that."""
     content = retried(stage, lambda: stage.store.get_bytes(place.manifest), place.manifest)
     manifest = Manifest.from_json(reading.parse(content or b""), place.generation)
     if manifest.place != place:
-        raise DoubtError(f"it is of step {manifest.commit.step}")
+        raise DoubtError(f"it belongs to step {manifest.commit.step}")
     if manifest.run != stage.run.run:
-        raise DoubtError(f"it is of run {reading.show(manifest.run)}, this is {stage.run.run!r}")
+        raise DoubtError(f"it belongs to run {reading.show(manifest.run)}, not to {stage.run.run!r}")
     if manifest.commit.config_sha256 != stage.run.config_sha256:
-        raise DoubtError("it is of another config")
+        raise DoubtError("it belongs to another config")
     for key, file in manifest.objects.items():
         if (there := sizes.get(key)) != file.bytes:
             raise DoubtError(f"{key.removeprefix(place.prefix)} has {there} bytes, not {file.bytes}")
@@ -259,7 +254,7 @@ def _restored(stage: Stage, place: CheckpointPlace, sizes: dict[str, int], title
     shutil.rmtree(unfinished, ignore_errors=True)
     for file in files.values():
         (unfinished / file.name).parent.mkdir(parents=True, exist_ok=True)
-        with suppress(OSError):  # there is none
+        with suppress(OSError):  # there is no such file
             os.link(folder / file.name, unfinished / file.name)
     stage.say(f"{title} step {commit.step}: {commit.bytes / 1e6:.1f} MB")
     try:
@@ -292,7 +287,7 @@ def _download(stage: Stage, store: Store, files: Mapping[str, InputFile], folder
         except BaseException:
             for future in waiting:
                 future.cancel()
-            while waiting:  # repeatedly, because a transfer may just be beginning
+            while waiting:  # checked repeatedly, because a transfer may just be beginning
                 store.cancel()
                 waiting = wait(waiting, LOOK_S).not_done
             raise
@@ -304,14 +299,14 @@ def _verified(store: Store, key: str, file: InputFile, path: Path) -> None:
         return
     store.get_file(key, path)
     if not known and (size := path.stat().st_size) != file.bytes:
-        raise ValueError(f"{store.uri}/{key} has {size} bytes, listed with {file.bytes}: it has changed")
+        raise ValueError(f"{store.uri}/{key} has {size} bytes, not the listed {file.bytes}: it has changed")
     if known and (actual := atomic.sha256(path)) != file.sha256:
         raise MismatchError(key, actual, file.sha256)
 
 
 def retried(stage: Stage, act: Callable[[], T], title: str) -> T:
-    """The result of `act`, which is tried again shortly after the store refuses: a node that gives up costs another
-    boot.
+    """The result of `act`. If the store refuses, `act` is tried again after a short pause, because a node that gives up
+    costs another boot.
     """
     for attempt in range(1, TRIES + 1):
         try:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from gpufleet.job.kind.common import PART_BYTES
 
-METADATA_TIMEOUT_S = 5  # seconds per request; botocore's default is 1
+METADATA_TIMEOUT_S = 5  # seconds per request to the metadata service; botocore's default is 1
 CONNECTIONS = 32  # one TCP flow is limited to 5 Gbit/s: uploads need many
 ANY, ABSENT = "*", ""  # conditions of a put: an existing object is replaced; no object may exist
 
@@ -42,9 +42,7 @@ class RefusedError(StoreError):
 
 
 class TakenError(StoreError):
-    """A put found another object than its condition allows, or somebody else is putting an object there at
-    this moment.
-    """
+    """A put found another object than its condition allows, or somebody is putting an object there right now."""
 
 
 class SupersededError(StoreError):
@@ -57,8 +55,6 @@ class GivenUpError(StoreError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One object."""
-
     key: str
     bytes: int
     etag: str = ""  # changes with the content
@@ -81,7 +77,6 @@ class Store(Protocol):
 
 
 def open_store(uri: str) -> Store:
-    """The store at `uri`."""
     return S3Store(uri) if uri.startswith("s3://") else FolderStore(Path(uri))
 
 
@@ -100,12 +95,12 @@ def parent(uri: str) -> str:
 
 
 def bucket_uri(uri: str, run: str) -> str:
-    """The bucket that holds the run at `uri`, also where it is a stage of another run, one folder deeper."""
+    """The bucket that holds the run at `uri`; a stage's run is one folder deeper than another run."""
     return parent(parent(uri)) if "/" in run else parent(uri)
 
 
 _UNDER_WAY = re.compile(r".*\.[0-9a-f]{32}~", re.DOTALL)
-_LOCK = f"lock.{'0' * 32}~"  # this is not an object either
+_LOCK = f"lock.{'0' * 32}~"  # a file of this name is not an object either
 
 
 class FolderStore:
@@ -169,7 +164,7 @@ class FolderStore:
             with (self.root / _LOCK).open("w") as held:
                 fcntl.flock(held, fcntl.LOCK_EX)
                 if _etag(target) != over:
-                    raise TakenError(f"{target} is another one by now")
+                    raise TakenError(f"{target} has been replaced by another object")
                 temporary.replace(target)
         except StoreError:
             raise
@@ -180,7 +175,7 @@ class FolderStore:
 
 
 def _etag(path: Path) -> str:
-    """A text that differs for each file that a put makes; ABSENT without a file."""
+    """A text that differs for each file that a put makes; ABSENT if there is no file."""
     try:
         stat = path.stat()
     except FileNotFoundError:
@@ -189,9 +184,7 @@ def _etag(path: Path) -> str:
 
 
 class S3Store:
-    """A store below a prefix of a bucket. Large files go in parallel parts; `cancel` gives up the parts not
-    yet sent.
-    """
+    """A store below a prefix of a bucket. Large files go in parallel parts; `cancel` gives up those not sent."""
 
     def __init__(self, uri: str, client: Any = None) -> None:
         from boto3.s3.transfer import TransferConfig, create_transfer_manager
@@ -211,8 +204,8 @@ class S3Store:
         )
         self._running: set[Any] = set()
         self._lock = threading.Lock()
-        self._conditions: dict[str, str] = {}  # of the transfers under way, by key
-        for name in ("PutObject", "CompleteMultipartUpload"):  # s3transfer does not pass conditions on
+        self._conditions: dict[str, str] = {}  # conditions of the transfers under way, by key
+        for name in ("PutObject", "CompleteMultipartUpload"):  # s3transfer does not pass conditions to these calls
             self._client.meta.events.register(f"before-parameter-build.s3.{name}", self._add_condition)
 
     def put_file(self, path: Path, key: str, over: str = ANY) -> None:
@@ -284,8 +277,8 @@ class S3Store:
 
     @contextmanager
     def _told_apart(self, key: str) -> Iterator[None]:
-        """Tells a missing object from a refusal by listing: the answer is 403 for both if only a prefix may
-        be listed.
+        """Distinguishes a missing object from a refusal by a listing: the answer is 403 for both if only that is
+        allowed.
         """
         try:
             yield
@@ -346,7 +339,7 @@ def ec2() -> Any:
 
 
 def pages(call: Callable[..., dict[str, Any]], **asked: Any) -> Iterator[dict[str, Any]]:
-    """Every answer of an EC2 call; one may be empty without being the last. Raises what botocore raises."""
+    """Every answer of an EC2 call; an empty one need not be the last. Raises what botocore raises."""
     token: dict[str, str] = {}
     while answer := call(**asked, **token):
         yield answer

@@ -24,7 +24,7 @@ PART_S = 2.0  # seconds between two checks whether other nodes have sent their p
 
 
 class Uploader:
-    """Publishes the trainer's commits, and sends its exports while nothing more urgent waits: the last seconds before a
+    """Publishes the trainer's commits, and sends its exports if nothing more urgent waits: the last seconds before a
     machine goes away belong to the checkpoint. `poll` is called often and never waits.
     """
 
@@ -34,14 +34,14 @@ class Uploader:
         executor: Executor,
         clock: Callable[[], float],
         say: Callable[[str], None],
-        upload_s: Callable[[int], float],  # bytes of the upload under way
+        upload_s: Callable[[int], float],  # gives the seconds of an upload of so many bytes
     ) -> None:
         self.publisher = publisher
         self._executor, self._clock, self._say, self._upload_s = executor, clock, say, upload_s
         self._running: tuple[Commit | None, Future[None]] | None = None  # None: exports
         self._pause_s, self._not_before = BACKOFF_S[0], 0.0
         self._until: float | None = None
-        self.lacking: tuple[int, ...] = ()  # nodes for whose parts alone the upload waits
+        self.lacking: tuple[int, ...] = ()  # nodes whose parts are the only thing for which the upload waits
 
     def poll(self) -> None:
         """Notes uploads that have ended, and starts the next one."""
@@ -62,8 +62,8 @@ class Uploader:
             self._running = (None, self._executor.submit(self.publisher.send_exports))
 
     def hurry(self, until: float) -> None:
-        """Call it when the machine goes away: from now on the newest commit is sent first and at once, whatever failed
-        before. An older commit under way is abandoned for a newer commit that can still arrive by `until`.
+        """Call it when the machine goes away. From now on the newest commit is sent first and at once, even after
+        failures. An older commit under way is abandoned for a newer commit that can still arrive by `until`.
         """
         self._until, self._pause_s, self._not_before = until, BACKOFF_S[0], 0.0
 
@@ -75,7 +75,7 @@ class Uploader:
         self._running = None
 
     def calm(self) -> None:
-        """Lets uploads go on at their normal pace: the notice was for another machine, so this one has time."""
+        """Lets uploads go on at their normal pace: the notice was for another machine, so this machine has time."""
         self._until = None
 
     @property
@@ -109,14 +109,14 @@ class Uploader:
         elif error is None:
             self._pause_s, self._not_before = BACKOFF_S[0], 0.0
         elif isinstance(error, GivenUpError):
-            self._say(f"{title}: the upload makes room for a newer checkpoint")
+            self._say(f"{title}: the upload is abandoned for a newer checkpoint")
         elif isinstance(error, OSError | KeyError | TypeError | ValueError) and not isinstance(error, StoreError):
             self._say(f"{title} cannot be published: {type(error).__name__}: {error}")
             if commit is None:  # the export was replaced while it was sent; it is sent later
                 self._not_before = self._clock() + self._pause_s
             else:
                 self.publisher.give_up(commit)
-        else:  # the store failed, or something unforeseen happened, such as a lack of threads
+        else:  # the store failed, or something unforeseen such as a lack of threads
             self._say(f"{title} not published: {error}; again in {self._pause_s:.0f} s")
             self._not_before = self._clock() + self._pause_s
             self._pause_s = BACKOFF_S[0] if self._until is not None else min(2 * self._pause_s, BACKOFF_S[1])
@@ -152,9 +152,7 @@ class Pulse:
         self._running: Future[None] | None = None
 
     def beat(self, beat: Beat) -> None:
-        """Adds a heartbeat and sends it; if the last sending is still under way, the next one includes this
-        heartbeat.
-        """
+        """Adds a heartbeat and sends it; if the last sending is still under way, the next one includes it."""
         self._beats.append(json.dumps(beat.to_json(), sort_keys=True))
         if self._running is not None:
             if not self._running.done():

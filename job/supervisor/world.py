@@ -1,5 +1,5 @@
-"""The functions and settings that the supervisor gets from outside its process, which tests replace; and the causes for
-which training stops.
+"""The functions and settings that the supervisor gets from outside its process and that tests replace; and the causes
+for which training stops.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outside:
-    """The outside. Times are epoch seconds."""
+    """The functions and settings themselves. Times are epoch seconds."""
 
     store: Store
     metadata: Metadata
-    start: Callable[..., Trainer]  # at a rung of the ladder; with several nodes, also with a rendezvous.Rendezvous
-    terminated: Callable[[], float | None]  # when SIGTERM came
+    # starts at a rung of the ladder; with several nodes, also with a rendezvous.Rendezvous
+    start: Callable[..., Trainer]
+    terminated: Callable[[], float | None]  # the time at which SIGTERM came
     uploads: Executor
     pulse: Executor
     log: JobLog
@@ -43,7 +44,7 @@ class Outside:
     ranks: int = 1  # number of processes that train
     fleet_history: Ask
     gpus: Callable[[], tuple[machine.DriverGpu, ...]]
-    sampler: Sampler | None = None  # samples the GPUs; None: there are none
+    sampler: Sampler | None = None  # samples the GPUs; None if there are none
     clock: Callable[[], float]
     sleep: Callable[[float], None] = time.sleep
 

@@ -1,4 +1,4 @@
-"""Handlers for every resource type of the program, by boto3. A type without a row is an error, not a success."""
+"""Handlers for every resource type of the program, by boto3. A type without a row in resources.yaml is an error."""
 
 from pathlib import Path
 from typing import Any

@@ -2,7 +2,7 @@
 types in the same way.
 
 `create`, `read` and `delete` name the operation to `do`. A create sends the properties in `send`, and puts those in
-`hold` `inside` one parameter; `ours=Theirs` is written if AWS's name is not ours with a capital; `else` holds
+`hold` `inside` one parameter; `ours=Theirs` is written if the two names differ by more than a capital; `else` holds
 constants. `give` names the id in the answer, or `id` the properties of which it is made. `by` is the parameter for that
 id: its value is a list if the name ends with Ids; there are two parameters for an id of two parts. `in` says where the
 answer has the object; `gone` lists the error codes for a missing one; `named` lists properties with other names in the
@@ -153,13 +153,11 @@ class SharedCalls:
 
 
 def _named(words: str, inputs: Properties) -> dict[str, Any]:
-    """The properties that `words` names, by AWS's names."""
     pairs = (word.partition("=") for word in words.split())
     return {theirs or table.api(ours): table.to_api(inputs[ours], ours) for ours, _, theirs in pairs if ours in inputs}
 
 
 def _named_by(parameter: str, resource_id: str) -> dict[str, Any]:
-    """The parameters with which a call names a resource by its id."""
     mark = next((character for character in ":/" if character in parameter), None)
     if mark:
         return dict(zip(parameter.split(mark), resource_id.split(mark, 1), strict=True))

@@ -19,11 +19,11 @@ from gpufleet.rehearsal.handlers.calls import OwnCalls
 from gpufleet.rehearsal.handlers.table import Aws, Properties, UnsupportedError, tagged
 
 _POLL_S = 0.05
-# How long the provider waits for `deleted`; no instant fleet reaches that state in this time (docs/decisions, capacity
-# block).
+# seconds that the provider waits for `deleted`; no instant fleet reaches that state in this time (docs/decisions,
+# capacity block).
 _DELETE_S = {"maintain": 1800.0, "instant": 600.0}
 _GONE_STATES = ("deleted", "deleted_running", "deleted_terminating")
-# Those inputs of the resource that AWS keeps in the launch template's data.
+# inputs of the resource that AWS keeps in the launch template's data
 _DATA = table.fields(
     "imageId userData iamInstanceProfile vpcSecurityGroupIds networkInterfaces instanceInitiatedShutdownBehavior "
     "metadataOptions blockDeviceMappings tagSpecifications instanceMarketOptions capacityReservationSpecification"

@@ -1,4 +1,4 @@
-"""Where nodes run: Handlers for VPC, subnets, gateway, S3 endpoint, routes and security group, and for the tags of EC2
+"""Where nodes run: handlers for VPC, subnets, gateway, S3 endpoint, routes and security group, and for the tags of EC2
 resources.
 
 A security group's rules are separate resources, so a group starts without rules.

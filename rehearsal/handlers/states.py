@@ -7,9 +7,7 @@ from gpufleet.rehearsal.handlers.table import Aws, Properties, UnsupportedError
 
 
 def _validate(aws: Aws, inputs: Properties) -> None:
-    """Validates the machine's definition, as soon as it is known, as the provider does before it makes or changes a
-    machine.
-    """
+    """Validates the machine's definition as soon as it is known, as the provider does before it acts."""
     answer = aws.client("stepfunctions").validate_state_machine_definition(definition=inputs["definition"])
     if answer["result"] != "OK":
         raise UnsupportedError(f"invalid Amazon States Language: {answer['diagnostics'][0]['message']}")

@@ -17,7 +17,7 @@ _GONE = ("NoSuchBucket", "404")
 
 def _create_bucket(aws: Aws, inputs: Properties) -> str:
     name = inputs["bucket"]
-    # us-east-1 is the one region that must not be named.
+    # us-east-1 must not be named; it is the only such region
     place = {} if aws.region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": aws.region}}
     aws.s3.create_bucket(Bucket=name, **place)
     _update_bucket(aws, name, {}, inputs)
@@ -44,8 +44,8 @@ def _read_bucket(aws: Aws, resource_id: str, like: Properties) -> Properties | N
 
 def _delete_bucket(aws: Aws, resource_id: str, state: Properties) -> None:
     if state.get("forceDestroy"):
-        # All pages are read first: moto continues a listing from the name at which it stopped, which would be deleted
-        # by then.
+        # All pages are read first: moto continues a listing from the name at which it stopped, and that name would be
+        # deleted by then.
         for page in list(aws.s3.get_paginator("list_object_versions").paginate(Bucket=resource_id)):
             keys = [
                 {"Key": item["Key"], "VersionId": item["VersionId"]}

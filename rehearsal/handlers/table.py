@@ -32,7 +32,7 @@ BOOLEANS = ("encrypted", "deleteOnTermination", "associatePublicIpAddress")
 
 
 class UnsupportedError(Exception):
-    """The program declared something that this AWS does not have. It is always shown, never skipped."""
+    """The program declared something that this AWS does not have. This is always reported, never skipped."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,8 @@ class Aws:
 
 
 Change = Callable[[Aws, str, Properties, Properties], Any]  # arguments: id, old state or nothing, new inputs
-Read = Callable[[Aws, str, Properties], Properties | None]  # id, inputs or state -> AWS's present state; None: gone
+# id, inputs or state -> AWS's present state; None if the resource is gone
+Read = Callable[[Aws, str, Properties], Properties | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +86,7 @@ class ResourceHandler:
 
     # the source of `replaces`: the ForceNew fields in terraform-provider-aws internal/service/, read 2026-11-21
     source: str
-    create: Callable[[Aws, Properties], str]  # inputs -> id, which names the resource from then on
+    create: Callable[[Aws, Properties], str]  # the returned id names the resource from then on
     read: Read
     delete: Callable[[Aws, str, Properties], Any]
     update: Change | None = None
@@ -99,7 +100,7 @@ class ResourceHandler:
     # properties that our program never declares, but that the provider reads from AWS's answer
     answered: frozenset[str] = frozenset()
     allowed: Mapping[str, frozenset[str]] = field(default_factory=dict)  # enums, by property
-    name: str | None = None  # the property that gets a unique name when the program gives none
+    name: str | None = None  # the property that gets a unique name if the program gives none
 
 
 def check(
@@ -155,8 +156,8 @@ def state(handler: ResourceHandler, aws: Aws, resource_id: str, like: Properties
 
 
 def written(kind: str, handler: ResourceHandler, aws: Aws, resource_id: str, inputs: Properties) -> Properties:
-    """The state right after the inputs were written. Raises RefusedError if AWS lacks an input: a nested property that
-    a handler ignores must not look done.
+    """The state right after the inputs were written. Raises RefusedError if AWS lacks an input: otherwise a nested
+    property that a handler ignores would look done.
     """
     properties = state(handler, aws, resource_id, inputs)
     if properties is None:
@@ -167,18 +168,14 @@ def written(kind: str, handler: ResourceHandler, aws: Aws, resource_id: str, inp
 
 
 def expected(handler: ResourceHandler, old: Properties, new: Properties) -> Properties:
-    """The properties that a preview may promise: the inputs, and computed properties that the change does not
-    affect.
-    """
+    """The properties that a preview may promise: the inputs, and computed ones that the change does not affect."""
     keep = handler.computed - handler.volatile
     unknown = dict.fromkeys(handler.computed, UNKNOWN)
     return {**unknown, **{key: value for key, value in old.items() if key in keep}, **new}
 
 
 def shaped(live: Any, like: Any) -> Any:
-    """The part of `live` whose keys `like` has. AWS's answer has more properties than the inputs, in another
-    spelling.
-    """
+    """The part of `live` whose keys `like` has. AWS's answer has more properties, in another spelling."""
     if isinstance(like, Mapping) and isinstance(live, Mapping):
         return {key: shaped(live[key], like[key]) for key in like if live.get(key) is not None}
     if isinstance(like, list) and isinstance(live, list) and len(like) == len(live):

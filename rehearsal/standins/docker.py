@@ -33,18 +33,18 @@ from gpufleet.job.command import processes
 from gpufleet.job.command.places import activated
 from gpufleet.job.contract.environment import SECRET, USER_PATH
 
-DOCKER = os.environ.get("GPUFLEET_DOCKER")  # the machine's own docker, which then does all of this
+DOCKER = os.environ.get("GPUFLEET_DOCKER")  # the machine's own docker; if it is set, it does all of this
 ROOT = Path(os.environ["GPUFLEET_ROOT"])
 CONTAINERS = ROOT / "run" / "docker"
 CONFIG = ROOT / "etc" / "docker" / "daemon.json"
 DATA = json.loads(CONFIG.read_text()).get("data-root") if CONFIG.exists() else None
-IMAGES = Path(DATA or ROOT / "var" / "lib" / "docker") / "images"  # the images that were pulled, a line each
-TRAINS = "-job"  # ends the name of the container that trains: job/node/jobs.py
-DAEMON_ERROR = 125  # exit code of docker itself, when the container never started
-NAMED = "PET_LOCAL_ADDR"  # torchrun's name for a machine: all nodes here share the host's name
+IMAGES = Path(DATA or ROOT / "var" / "lib" / "docker") / "images"  # the pulled images, one per line
+TRAINS = "-job"  # the name of the training container ends so: job/node/jobs.py
+DAEMON_ERROR = 125  # exit code of docker itself if the container never started
+NAMED = "PET_LOCAL_ADDR"  # torchrun takes a machine's name from this variable: all nodes here share the host's name
 METADATA = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 REACHES_BRIDGE = int(os.environ.get("GPUFLEET_HOPS") or 1) > 1  # by the hop limit of the machine's metadata service
-LOG_LINES = 50_000  # the most lines that wait to be sent
+LOG_LINES = 50_000  # most lines that wait to be sent
 
 
 def main(words: list[str]) -> int:
@@ -90,7 +90,8 @@ def run(words: list[str]) -> int:
         "PYTHONDONTWRITEBYTECODE": "1",  # the code is mounted read-only
         # One thread: the model is tiny, and two threads that wait for each other on a busy laptop are 100 times slower.
         "OMP_NUM_THREADS": "1",
-        "GPUFLEET_NODE": os.environ.get("GPUFLEET_NODE", ""),  # the runner finds the processes to kill by this
+        # by this variable the runner finds the processes that it must kill
+        "GPUFLEET_NODE": os.environ.get("GPUFLEET_NODE", ""),
         **({} if trains else {name: os.environ[name] for name in os.environ if name.startswith(SECRET)}),
         **({METADATA: os.environ[METADATA]} if options.network == "bridge" and REACHES_BRIDGE else {}),
         **({processes.FIRST_PROCESS: str(_first_process(watched))} if watched else {}),
@@ -131,9 +132,7 @@ def _printed(argv: list[str], options: argparse.Namespace, record: Path | None =
 
 
 def pull(words: list[str]) -> int:
-    """Notes only the image's name, because 15 GB are too much for a laptop. The pull fails where a registry would
-    refuse the image.
-    """
+    """Notes only the image's name: 15 GB are too much for a laptop. Fails if a registry would refuse the image."""
     name = words[-1]
     if not re.fullmatch(r"[a-z0-9][a-z0-9._/:-]*(:[\w.-]+)?@sha256:[0-9a-f]{64}", name):
         print(f"docker: {name} names no digest", file=sys.stderr)
@@ -156,7 +155,6 @@ def image(words: list[str]) -> int:
 
 
 def images(words: list[str]) -> int:
-    """`images -q`: the images that are there."""
     print(IMAGES.read_text() if IMAGES.exists() else "", end="")
     return 0
 
@@ -218,15 +216,15 @@ def stop(words: list[str]) -> int:
 
 
 def _without_awslogs(words: list[str], options: argparse.Namespace) -> list[str]:
-    """The words without the log driver, for a daemon without the keys."""
+    """The words without the log driver, because the daemon has no keys."""
     remaining = iter(words)
     dropped = ("--log-driver", "--log-opt") if options.log_driver == "awslogs" else ()
     return [word for word in remaining if word not in dropped or not next(remaining)]
 
 
 class CloudWatchLogs:
-    """The awslogs driver, non-blocking. It tries to make its stream while the container starts, until that works; it
-    drops what cannot be sent, and never waits. It behaves like moby's (daemon/logger/awslogs, 2026-08-23).
+    """The awslogs driver, non-blocking. While the container starts, it tries to make its stream until that works. It
+    drops lines that cannot be sent, and never waits. It behaves like moby's (daemon/logger/awslogs, 2026-08-23).
     """
 
     def __init__(self, region: str, group: str, stream: str) -> None:
@@ -275,7 +273,7 @@ class CloudWatchLogs:
 
 
 def _logs(options: argparse.Namespace) -> CloudWatchLogs | None:
-    """The log driver; None without one."""
+    """The log driver; None if the options name none."""
     if options.log_driver != "awslogs":
         return None
     settings = dict(option.split("=", 1) for option in options.log_opt)
@@ -328,7 +326,7 @@ def _environment(settings: list[str], mounts: dict[str, str]) -> dict[str, str]:
 
 
 def _users_path() -> str:
-    """The user's programs, then the laptop's, without the project's own."""
+    """The user's programs, then the laptop's, but not the project's own."""
     own = {str(Path(os.environ["GPUFLEET_PYTHON"]).parent), str(Path(__file__).parent)}
     path = [folder for folder in os.environ["PATH"].split(os.pathsep) if folder not in own]
     return os.pathsep.join([*filter(None, [os.environ.get(USER_PATH)]), *path])

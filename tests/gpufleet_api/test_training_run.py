@@ -128,7 +128,7 @@ REFUSED = [
     ("definition['limits']['max_usd'] = 0.01", "", "limits.max_usd: '0.01' is not accepted"),
     ("definition['fleet']['region'] = 'us-east-9'", "", "fleet.region: 'us-east-9'"),
     ("definition = 'nothing.yaml'", "", "there is no file nothing.yaml"),
-    ("definition['run']['id'] = print", "", "a definition holds text, numbers"),
+    ("definition['run']['id'] = print", "", "a definition may hold only text, numbers"),
     ("", ", scenario='large'", "has no scenario 'large'"),
     ("", ", tags={'aws:cost': '1'}", "account.tags.aws:cost"),
     ("", ", tags={'note': '<b>'}", "account.tags.note: '<b>' is not accepted"),
@@ -154,7 +154,7 @@ def test_two_runs_of_one_definition_are_refused_and_of_a_mapping_are_two(tmp_pat
     two = "import gpufleet; gpufleet.TrainingRun('one', {first}); gpufleet.TrainingRun('two', {second})"
     sections = "__import__('yaml').safe_load(open('training.yaml'))"
     (folder / "__main__.py").write_text(two.format(first="'training.yaml'", second="'training.yaml'"))
-    assert "two: one runs the definition training already" in mocked(folder)["error"]
+    assert "two: one already runs the definition training" in mocked(folder)["error"]
     (folder / "__main__.py").write_text(two.format(first="'training.yaml'", second=sections))
     found = mocked(folder)
     assert found["error"] == ""
@@ -181,7 +181,7 @@ def test_a_boundary_of_the_program_comes_before_the_file_s(tmp_path: Path) -> No
 def test_a_provider_of_another_region_is_refused(tmp_path: Path) -> None:
     before = "import pulumi_aws as aws\nwest = aws.Provider('west', region='us-west-2')"
     found = small(tmp_path, (before, ", opts=pulumi.ResourceOptions(provider=west)"))
-    assert "the provider is of us-west-2, and fleet.region of the definition is us-east-2" in found["error"]
+    assert "the provider's region is us-west-2, but fleet.region of the definition is us-east-2" in found["error"]
 
 
 REAL = pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")

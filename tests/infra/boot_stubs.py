@@ -79,8 +79,8 @@ fails() { [[ -e $WORLD/fails/$1 ]] && echo "$1" >>"$WORLD/refused"; }
 """
 _AWS = r"""
 if [[ $3 == */job.tar.gz ]]; then echo "aws $*" >>"$WORLD/fetched"; else echo "aws $*" >>"$WORLD/calls"; fi
-[[ ! -e $WORLD/dies-at || $(wc -l <"$WORLD/calls") -lt $(cat "$WORLD/dies-at") ]] || kill -KILL 0
-path() { echo "$WORLD/s3/${1#s3://}"; }
+[[ ! -e $WORLD/dies-at || $(wc -l <"$WORLD/calls") -lt $(<"$WORLD/dies-at") ]] || kill -KILL 0
+at() { file=$WORLD/s3/${1#s3://}; } # a builtin: a boot makes ten such calls, and each process takes its time
 written() { # what the node has said is in its log: AWS's own program takes longer to start than tee to write
   echo "# $$" >"/proc/$PPID/fd/1" && until grep -qx "# $$" "$1"; do /bin/sleep 0.01; done
 }
@@ -88,15 +88,18 @@ case "$1 $2" in
   "s3 cp")
     if [[ $3 == s3://* && " $* " == *" --recursive "* ]]; then
       fails read && exit 1
-      [[ ! -d $(path "$3") ]] || cp "$(path "$3")"* "$4"
+      at "$3"
+      [[ ! -d $file ]] || cp "$file"* "$4"
     elif [[ $3 == s3://* ]]; then
       fails read && exit 1
       fails read-once && rm "$WORLD/fails/read-once" && exit 1
-      cp "$(path "$3")" "$4"
+      at "$3"
+      cp "$file" "$4"
     else
       fails write && exit 1
       [[ $3 != */boot.log ]] || written "$3"
-      mkdir -p "$(dirname "$(path "$4")")" && cp "$3" "$(path "$4")"
+      at "$4"
+      mkdir -p "${file%/*}" && cp "$3" "$file"
     fi ;;
   "s3api list-objects-v2")
     fails list && exit 254

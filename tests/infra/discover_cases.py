@@ -904,4 +904,55 @@ CASES: dict[str, CodeCase] = {
         says=("restore_checkpoint looks for a checkpoint by itself",),
         silent=("# resume",),
     ),
+    "a file that the command names precedes the defaults in the code": CodeCase(
+        files={
+            "t.py": script("torch.save({'step': step}, f'{args.dest}/at-{step}.pt')"),
+            "conf/own.yaml": "steps: 4000\n",
+        },
+        command="python t.py --config conf/own.yaml",
+        expects={"job.work.steps": "^4000$", "job.command": r"--dest \{checkpoints\}"},
+    ),
+    "a program of a framework gets settings as it takes them, and its file's values": CodeCase(
+        files={"sft.yaml": "output_dir: saves/own\nsave_steps: 250\nmax_steps: 900\nresume_from_checkpoint: null\n"},
+        command="llamafactory-cli train sft.yaml",
+        expects={
+            "job.command": r"^llamafactory-cli train sft\.yaml output_dir=\{checkpoints\}( save_steps=250)?$",
+            "job.resume.args": r"^resume_from_checkpoint=\{checkpoint\}$",
+            "job.checkpoint.format": "^hf-trainer$",
+            "job.checkpoint.every.steps": "^250$",
+            "job.work.steps": "^900$",
+            "rehearsal.job.command": "max_steps=",
+        },
+    ),
+    "a meter's newest value is a loss of the training": CodeCase(
+        files={
+            "t.py": script("torch.save({'step': step}, f'{args.dest}/at-{step}.pt')").replace(
+                "print(f'step {step} loss {loss.item():.3f}')",
+                "log.info(f'Train: [{step}/{args.steps}] time {took.val:.2f} ({took.avg:.2f}) "
+                "loss {losses.val:.4f} ({losses.avg:.4f})')",
+            )
+        },
+        command="python t.py",
+        expects={"job.progress.stdout": r"^(?!.*P<val>).*P<loss>"},
+    ),
+    "values of yacs are those of its file and of the code, and an option sets one of its name": CodeCase(
+        files={
+            "t.py": script(
+                "torch.save({'step': step}, os.path.join(cfg.OUTPUT, f'at-{step}.pt'))",
+                head="from defaults import cfg",
+                arguments="parser.add_argument('--cfg'); parser.add_argument('--output')",
+                before="cfg.merge_from_file(args.cfg); cfg.OUTPUT = args.output or cfg.OUTPUT",
+                bound="cfg.TRAIN.STEPS",
+            ).replace("step % 50", "step % cfg.SAVE_FREQ"),
+            "defaults.py": "from yacs.config import CfgNode as CN\n_C = CN()\n_C.TRAIN = CN()\n"
+            "_C.TRAIN.STEPS = 900\n_C.SAVE_FREQ = 20\n_C.OUTPUT = ''\ncfg = _C.clone()\n",
+            "big.yaml": "TRAIN:\n  STEPS: 5000\n",
+        },
+        command="python t.py --cfg big.yaml",
+        expects={
+            "job.work.steps": "^5000$",
+            "job.checkpoint.every.steps": "^20$",
+            "job.command": r"--output \{checkpoints\}$",
+        },
+    ),
 }

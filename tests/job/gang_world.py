@@ -35,7 +35,6 @@ from gpufleet.job.contract.spent import History
 from gpufleet.job.kind import Checkpoint
 from gpufleet.job.supervisor import publish, staging
 from gpufleet.job.supervisor.child import JobLog
-from gpufleet.job.supervisor.gang import BEAT_S
 from gpufleet.job.supervisor.member import GangMember
 from gpufleet.job.supervisor.presence import Lookout
 from gpufleet.job.supervisor.publish import commits
@@ -308,7 +307,7 @@ class GangTrainer:
         self.step, self.source = self._read() if place.rank == 0 or machine.town.parts else (0, 0)
         self.saved = self.step
         self.parts: dict[int, float] = {}  # from when on this rank's part of a save is whole, by its step
-        self.stepped_at = machine.town.now
+        self.began_at = self.stepped_at = machine.town.now
         self.output_at = machine.clock()
         self.fails: int | None = None
         self.code_at = 0.0  # when it ended
@@ -517,7 +516,7 @@ class TownNode:
     def _look(self) -> None:
         while self.is_there:
             self.watch.look()
-            self.spend(BEAT_S)
+            self.spend(self.watch.pause_s)
 
     def _run(self) -> None:
         try:

@@ -90,8 +90,8 @@ SEEN = {  # what the log says once all that the command waits for is seen
     "first": ("checkpoint of step 2 is whole",),
     "second": (
         "'step-3/w.bin' is a link to no file of the command's folders",
-        "no object may be called 'step-4/n\\xa0o.bin'",
-        "'step-5/w.bin' is longer than its disk",
+        "'step-4/n\\xa0o.bin' cannot be an object's name",
+        "'step-5/w.bin' is larger than the disk",
         "published step 6",
         "tb/large has 4,398,046,511,104 bytes, and is not sent",
     ),

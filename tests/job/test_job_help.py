@@ -54,9 +54,9 @@ def test_help_explains_every_exit_code_that_the_node_script_is_given(said: str) 
         (None, r"cannot be read \(No such file or directory\); name the run.json of a run"),
         ("", r"cannot be read \(Is a directory\); name the run.json of a run"),
         ("{", "it is not JSON .*it is cut or damaged"),
-        ("{}", "JSON, but no run config: it has no `schema`"),
+        ("{}", "JSON, but not a run config, because it has no `schema`"),
         ("[1]", "it is a list, not an object of keys"),
-        ('{"schema": 2}', "a run config of schema 2, and this code reads 1"),
+        ('{"schema": 2}', "a run config of schema 2, but this code reads 1"),
     ],
 )
 def test_what_is_no_run_config_is_told_apart_and_leaves_nothing(
@@ -81,7 +81,7 @@ def test_a_second_attempt_in_the_same_folder_ends_and_touches_nothing(
     with path.open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert supervise(path) == AttemptExit.CRASHED
-    assert "is being run already" in capsys.readouterr().out
+    assert "is already being run" in capsys.readouterr().out
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["metrics.jsonl", "run.json"]
 
 

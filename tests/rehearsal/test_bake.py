@@ -135,7 +135,7 @@ def test_nodes_start_from_the_bake_without_a_pull_until_it_is_deleted(
     capsys.readouterr()
     assert main(["sweep", STACK]) == 0
     said = capsys.readouterr().out
-    assert "Kept by `gpufleet bake`; `gpufleet bake mine --delete` takes it away:" in said
+    assert "Kept by `gpufleet bake`; `gpufleet bake mine --delete` deletes it:" in said
     assert made.ami in said
 
     assert world.engine.up().ok

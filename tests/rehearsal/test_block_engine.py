@@ -18,6 +18,7 @@ from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine
 from gpufleet.rehearsal.handlers import compute
 from gpufleet.rehearsal.launch import Reservation
+from tests import warm
 from tests.infra.command_files import FLEET, IMAGE, command_file
 from tests.rehearsal.engine_world import AMI
 from tests.repository import ROOT
@@ -124,7 +125,7 @@ def test_half_an_hour_before_its_end_aws_ends_the_nodes(tmp_path: Path) -> None:
     start = datetime.now(UTC).replace(microsecond=0) - timedelta(hours=1)
     make(tmp_path, start)
     clock = ManualClock(datetime.now(UTC))
-    with opened(tmp_path, clock) as (cloud, engine):
+    with warm.cold(), opened(tmp_path, clock) as (cloud, engine):  # with this Python, as for users
         cloud.has_block(bought(start, count=1))
         assert engine.up().ok
         (fleet,) = cloud.fleets.fleets.values()

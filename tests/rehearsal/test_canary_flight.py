@@ -92,7 +92,7 @@ def test_a_right_that_is_missing_is_named(cloud: Cloud, tmp_path: Path, monkeypa
 def test_a_price_above_the_cap_is_refused(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "TYPES", 1)
     monkeypatch.setattr(stacks, "MOST_USD", Decimal("0.40"))
-    with pytest.raises(GpufleetError, match=r"up to 0.49 USD, above its 0.40: nothing was made"):
+    with pytest.raises(GpufleetError, match=r"up to 0.49 USD; allowed are 0.40. Nothing was made"):
         choose(cloud, tmp_path)
     assert choose(cloud, tmp_path / "again", by_notice=False).usd == Decimal("0.29")
 
@@ -103,7 +103,7 @@ def test_a_type_on_which_two_interruptions_would_meet_the_cap_is_refused_with_it
     """A node counts what is left at the on-demand price when it boots, and ends a run with too little."""
     monkeypatch.setattr(stacks, "TRIED", 1)
     monkeypatch.setitem(stacks.LIMITS, stacks.RUN, Decimal("0.12"))
-    with pytest.raises(AwsRefused, match=r"g4dn.xlarge: its price is above .*two interruptions it needs 0.13 USD"):
+    with pytest.raises(AwsRefused, match=r"costs more than the canary may .*two interruptions it needs 0.13 USD"):
         choose(cloud, tmp_path)
     assert cloud.leftovers() == {}
 
@@ -209,7 +209,7 @@ def test_a_flight_that_breaks_off_leaves_nothing(cloud: Cloud, tmp_path: Path, m
         assert flown.fly() == "canary: nothing new"
     assert cloud.leftovers() == {}
     assert cloud.client("fis").list_experiment_templates()["experimentTemplates"] == []
-    assert said[-1] == "AWS shows nothing more of it."
+    assert said[-1] == "AWS shows nothing more of the canary."
 
 
 def ids_of(tree: dict[str, Any], state: str) -> set[str]:
@@ -237,7 +237,7 @@ def test_a_clean_flight_holds_all_but_what_needs_a_gpu_and_leaves_nothing(
     charged = {each.id for each in known() if each.id.startswith("charged-")}  # known a day later
     assert ids_of(tree, "not met") == {"gpu-computes", "timer-ends", *without, *charged}, said
     assert code == 0
-    assert "AWS shows nothing more of it." in said
+    assert "AWS shows nothing more of the canary." in said
 
 
 def slowly(body: Any, length: int) -> Iterator[bytes]:

@@ -163,7 +163,7 @@ def test_of_the_codes_folder_what_was_shipped_must_stay_and_a_commit_is_no_matte
     (mine / "model.py").unlink()
     changed = own.code_is_untouched(before, project)
     assert changed.is_broken
-    assert changed.figure.startswith("../mine/model.py (gone), ../mine/train.py changed while this ran")
+    assert changed.figure.startswith("../mine/model.py (gone), ../mine/train.py changed during the rehearsal")
 
 
 @pytest.mark.parametrize(
@@ -317,16 +317,16 @@ UNREAD = ("ep 3 of 9", "ep 4 of 9")
          ["no line matched job.progress.stdout, step (?P<step>[0-9]+); the last ones with numbers were:",
           "  | ep 4 of 9"]),
         ({"lines": 50, "unread": UNREAD, "checkpoints": 1, "begun": 1, "told": True}, 0, []),
-        ({"lines": 50, "told": True, "elsewhere": "x was written, where nobody looks"}, 20,
-         ["no checkpoint was saved in the declared place: x was written, where nobody looks"]),
+        ({"lines": 50, "told": True, "elsewhere": "x was written elsewhere"}, 20,
+         ["no checkpoint was saved in the declared folder: x was written elsewhere"]),
         ({"lines": 50, "told": True, "elsewhere": "x.json came into {checkpoints}"}, 9, []),  # before its first save
         ({"lines": 50, "told": True}, 29, []),
-        ({"lines": 50, "told": True}, 31, ["nothing came into {checkpoints} by step 31, though job.checkpoint.every"]),
+        ({"lines": 50, "told": True}, 31, ["no checkpoint appeared in {checkpoints} by step 31, but job."]),
         ({"lines": 50, "told": True, "begun": 1}, 31, []),
         ({"begun": 1, "checkpoints": 2}, 0, []),  # its lines may come in blocks
         ({"lines": 50, "told": True, "follows": True}, 31, []),  # rank 0 saves, on another node
         ({"lines": 50, "unread": UNREAD, "checkpoints": 1, "begun": 1, "follows": True}, 0, []),  # and it alone prints
-        ({"begun": 1, "checkpoints": 3}, 0, ["3 checkpoints are whole, and nothing tells their steps"]),
+        ({"begun": 1, "checkpoints": 3}, 0, ["3 checkpoints are whole, but their steps are unknown"]),
     ],
 )  # fmt: skip
 def test_what_will_not_hold_is_said_as_soon_as_that_is_sure(
@@ -339,10 +339,10 @@ def test_what_will_not_hold_is_said_as_soon_as_that_is_sure(
 
 
 def test_the_file_is_told_what_was_found_out() -> None:
-    assert own.advice([ON_SIGNAL], 50, None) == "it did: write job.stop.saves: true, and the bill counts on it"
+    assert own.advice([ON_SIGNAL], 50, None) == "it did: write job.stop.saves: true, so that the bill assumes it"
     assert own.advice([ON_SIGNAL, NOT], 50, True).startswith("it did not: write job.stop.saves: false")
-    assert own.advice([NOT], 50, None) == "it did not, as the bill has it"
-    assert own.advice([USUAL], 50, False).startswith("not shown: a save came then")
+    assert own.advice([NOT], 50, None) == "it did not, as the bill assumes"
+    assert own.advice([USUAL], 50, False).startswith("not shown: the save may be one")
     in_doubt = replace(NOT, doubt="a.bin does not count: it may be cut")
     assert own.advice([in_doubt], 50, None) == "not shown: a.bin does not count: it may be cut"
     assert own.advice([NEVER], 50, False) == "not shown: no signal was sent, job.stop.saves is false"

@@ -62,7 +62,7 @@ def test_the_time_of_a_step_is_the_lines_own_and_never_none() -> None:
 @pytest.mark.parametrize(
     ("reason", "manifests", "said"),
     [
-        ("finished", {}, r"no whole checkpoint of it was ever seen: nothing named ckpt\.pt came into \{checkpoints\}"),
+        ("finished", {}, r"without a whole checkpoint: no file named ckpt\.pt appeared in \{checkpoints\}"),
         (
             "finished",
             {60: "final"},
@@ -70,7 +70,7 @@ def test_the_time_of_a_step_is_the_lines_own_and_never_none() -> None:
         ),
         ("finished", None, r"100 ms each\. 300 steps are enough: write that in job\.command and job\.work of"),
         ("max_hours", {}, r"^max_hours ended the run before .* \(loss at step 40\): the command failed"),
-        ("failed", {}, r"^it does not resume\nStill to come would have been: loss at step 40\.$"),
+        ("failed", {}, r"^it does not resume\nThe planned interruptions that did not happen: loss at step 40\.$"),
     ],
 )
 def test_why_an_interruption_never_came(

@@ -181,7 +181,7 @@ def test_of_several_nodes_any_command_s_signal_in_that_generation_counts(tmp_pat
     ("steps", "said"),
     [
         ([(-1, 0), (28, 30), (40, 50)], "steps lost on a handled notice: 2"),
-        ([(-1, 0), (30, 30)], "went on together: nobody did after i-2 was gone"),
+        ([(-1, 0), (30, 30)], "went on together: no node did after i-2 was gone"),
         ([(-1, 0), (30, 30), (-1, 50)], "steps repeated after a loss without notice: 50"),
     ],
 )
@@ -207,7 +207,7 @@ def test_what_is_left_must_be_what_was_asked_for(tmp_path: Path) -> None:
     assert (more.figure, more.held) == ("bucket gpufleet-a, volume vol-1", False)
     world.left = {}
     gone = evidence.leftovers(rehearsal)
-    assert (gone.figure, gone.held) == ("nothing, and the bucket was to be kept", False)
+    assert (gone.figure, gone.held) == ("nothing, but the bucket should have stayed", False)
 
 
 class Fallen:

@@ -22,6 +22,7 @@ import pytest
 from gpufleet.infra.cli import main
 from gpufleet.infra.commands import rehearse as command
 from gpufleet.infra.errors import GpufleetError
+from gpufleet.job import atomic
 from gpufleet.job.command.host import SETUP_BEGINS, SETUP_ENDS
 from gpufleet.job.contract import bucket, metrics
 from gpufleet.job.contract.gang import GangGeneration
@@ -34,7 +35,7 @@ from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.node import NodeRunner, RehearsalNode
 from gpufleet.rehearsal.rehearse import headline, rehearse
 from gpufleet.rehearsal.timeline import Timeline
-from gpufleet.rehearsal.watch import WORK_FOLDERS, Begun, NodeView, Planned, RunFailedError, Watch
+from gpufleet.rehearsal.watch import WORK_FOLDERS, Begun, NodeView, Planned, RunFailedError, Tail, Watch
 from tests.rehearsal.declared import fleet, template
 from tests.repository import ROOT
 from tests.waiting import HANG_S
@@ -84,7 +85,7 @@ def test_the_step_that_fails_is_named_its_scratch_is_kept_and_so_is_the_rehearsa
     assert "The bucket's objects could not be kept: [Errno 28] No space left on device" in said
     assert re.fullmatch(r"FAILED: .*vocab.* \(at prepare, after \d+ s\)", said[-1])  # the reason, and not what gave it
     assert any(line.startswith("\n$ gpufleet prepare small\n") for line in said)
-    assert "Everything it left is in rehearsals/small/r1.unfinished/scratch" in said
+    assert "The files of the rehearsal are in rehearsals/small/r1.unfinished/scratch" in said
     assert (tmp_path / "rehearsals" / "small" / "r1.unfinished" / "scratch" / "commands.log").is_file()
     assert earlier.read_text() == "{}"
 
@@ -118,7 +119,7 @@ def test_a_failure_names_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest
     usage = shutil.disk_usage(tmp_path)._replace(free=3_000_000)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     assert list(scratch.full_disks(tmp_path)) == [
-        f"The disk of {tmp_path} has 3 MB left, which may be why: free some space and try again."
+        f"The disk of {tmp_path} has 3 MB left, which may be the cause: free some space and try again."
     ]
 
 
@@ -172,7 +173,7 @@ def test_a_lock_that_a_dead_rehearsal_left_holds_nobody_up(tmp_path: Path) -> No
 
 def test_a_place_where_nothing_can_be_written_is_named(root: Path) -> None:
     (root / "rehearsals").touch()
-    with pytest.raises(GpufleetError, match=r"rehearsals/tinystories-growth: a rehearsal writes there and cannot"):
+    with pytest.raises(GpufleetError, match=r"rehearsals/tinystories-growth: a rehearsal must write there but cannot"):
         rehearse("tinystories-growth", root=root)
 
 
@@ -324,7 +325,7 @@ def test_a_run_that_falls_silent_shows_what_each_node_said_last(
     lines = str(failed.value).splitlines()
     assert lines[0].startswith("nothing new for 8 s; the nodes' logs are in ")
     said = [["pulls the image"], [*map(str, range(27, 41)), "ValueError: device_ids"]]
-    first, second = lines.index("node 1 said last:"), lines.index("node 2 said last:")
+    first, second = lines.index("the last lines of node 1:"), lines.index("the last lines of node 2:")
     assert sorted([lines[first + 1 : second], lines[second + 1 :]], key=len) == said
 
 
@@ -468,6 +469,21 @@ def test_what_a_set_up_prints_is_shown_and_its_silence_is_no_standstill(tmp_path
     assert not looks()
     shown = [each.text for each in watching.timeline.select("setup")]
     assert shown == [f"node 1: {SETUP_BEGINS}", "node 1:   Collecting tiny", f"node 1: {SETUP_ENDS}"]
+
+
+def test_each_line_is_read_once_and_a_file_that_was_replaced_from_its_beginning(tmp_path: Path) -> None:
+    tail, path = Tail(), tmp_path / METRICS
+    assert tail.new(path) == []
+    path.write_bytes(b"one\ntw")
+    assert tail.new(path) == ["one"]
+    with path.open("ab") as opened:
+        opened.write(b"o\n")
+    assert tail.new(path) == ["two"]
+    assert tail.new(path) == []
+    atomic.write_bytes(path, b"one\nother\nthree\n")
+    assert tail.new(path) == ["one", "other", "three"]
+    path.write_bytes(b"one\n")
+    assert tail.new(path) == ["one"]
 
 
 def test_a_command_s_signal_is_noted_with_its_generation(tmp_path: Path, watch: Watching) -> None:

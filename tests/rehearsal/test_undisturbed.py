@@ -90,7 +90,7 @@ def test_how_far_apart_two_runs_have_ended_is_said(
         ("max_hours", {50: "stop"}, 1, ""),
         ("finished", {50: "stop"}, 1, "ended by its limit: finished"),
         ("max_hours", {}, 1, "a whole checkpoint in the bucket: none"),
-        ("max_hours", {50: "stop"}, 0, "brought home by results: 0 files"),
+        ("max_hours", {50: "stop"}, 0, "downloaded by results: 0 files"),
     ],
 )
 def test_a_limit_must_leave_a_checkpoint_and_what_results_brings(

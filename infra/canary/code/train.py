@@ -1,4 +1,4 @@
-"""The canary's script: it counts, saves small and large checkpoints by turns, and tells what its container reaches.
+"""The canary's script: it counts, saves small and large checkpoints by turns, and reports what its container reaches.
 It fails once, at `fails_at`, so that its node ends itself; a node that resumes there goes on.
 
 It uses torch's GPU where the image brings torch, and imports nothing else, so that any Python runs it.

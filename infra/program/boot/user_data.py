@@ -1,8 +1,9 @@
-"""A node's user-data: a header of variables for job/node, then `node.sh`, which starts it, without most comments.
+"""A node's user-data: a header with variables for job/node, then `node.sh` without most comments, which starts
+job/node.
 
-Pure functions. It has no secrets: every process on a node can read its user-data. Nothing is interpolated into the
-script's body; values appear only in the header, quoted. The longest values that a definition and AWS allow fit EC2's
-limit (a test counts).
+Pure functions. The user-data has no secrets, because every process on a node can read it. Values appear only in the
+header, quoted; nothing is interpolated into the script's body. Even the longest values that a definition and AWS allow
+fit into EC2's limit (a test counts).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gpufleet.infra.program.run_guard import timer_seconds
 
 ROOT_DEVICE = "/dev/xvda"  # the root device of Amazon Linux 2023 AMIs, among them the Deep Learning Base AMI
 _OPTIONAL = ("JOB_IMAGE", "NOTIFY", "FALLBACK", "NEXT_STAGE")  # omitted if empty
-DATA_DEVICE = "/dev/sdf"  # the launch template's name for the data volume; AL2023 links it to its /dev/nvme* name
+DATA_DEVICE = "/dev/sdf"  # the launch template's name for the data volume; AL2023 links it to the /dev/nvme* device
 
 
 def known(definition: StackDefinition) -> dict[str, Any]:
@@ -58,15 +59,15 @@ def render(
     container_options: str,
     data_volume: str | None,
 ) -> str:
-    """The script. The node ends its run `timer_seconds` after boot, whatever job and supervisor do, and earlier once it
-    knows how much the run has spent. `schedule`: GROUP/NAME of the schedule that ends the fleet; the node moves the
-    schedule's time. `notify`: JSON of the receivers of the node's messages (resources/notices.py); empty: there are
-    none. `fallback`: whether a second fleet, on demand, is ready to take over. `next_stage`: the stage that the node
-    begins once this one is done, or empty.
+    """The script.
 
-    `image`: the supervisor's; `job_image`: the image of a user's command, which has its own container; else empty.
-    `device`: "cuda" or "cpu". `container_options`: options for `docker run`. `data_volume`: None, "blank" (formatted
-    when nothing is on it) or "snapshot" (never formatted).
+    `timer_seconds`: so long after boot the node ends its run, even if job and supervisor hang, and earlier once it
+    knows how much the run has spent. `schedule`: GROUP/NAME of the schedule that ends the fleet, whose time the node
+    changes. `notify`: the receivers of the node's messages as JSON (resources/notices.py); empty if there are none.
+    `fallback`: whether a second fleet, on demand, stands by. `next_stage`: the stage that the node begins once this one
+    is done, or empty. `image`: the supervisor's image. `job_image`: the image of a user's command, which has its own
+    container; else empty. `device`: "cuda" or "cpu". `container_options`: options for `docker run`. `data_volume`:
+    None, "blank" (formatted if nothing is on it) or "snapshot" (never formatted).
     """
     if data_volume not in (None, "blank", "snapshot"):
         raise ValueError(f"data_volume: {data_volume!r} is not one of None, 'blank', 'snapshot'")
@@ -91,7 +92,7 @@ def render(
         "DATA_DEVICE": DATA_DEVICE,
     }
     if any("\0" in value for value in values.values()):
-        raise ValueError("a value for the node script holds a NUL character, which no shell variable can")
+        raise ValueError("a value for the node script has a NUL character, which a shell variable cannot hold")
     variables = {name: value for name, value in values.items() if value or name not in _OPTIONAL}
     header = "".join(f"{name}={shlex.quote(value)}\n" for name, value in variables.items())
     return f"#!/bin/bash\nset -a\n{header}{_body()}"

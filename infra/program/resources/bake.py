@@ -39,7 +39,8 @@ class BakedImage(pulumi.ComponentResource):
             name=f"{label}-{builder}",
             description="holds the images of a gpufleet job",
             source_instance_id=builder,
-            # A reboot would run the builder's second boot. Its command writes all buffers before it says that it waits.
+            # A reboot would start the builder again. Its command has written all buffers before it reports that it
+            # waits.
             snapshot_without_reboot=True,
             tags=named({**tags(definition), DELETE_AFTER: until}, label),
             opts=pulumi.ResourceOptions(parent=self),

@@ -1,4 +1,4 @@
-"""Declares everything of a plan, in the order in which a node needs it."""
+"""Declares all resources of a plan, in the order in which a node needs them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from gpufleet.job.contract.workdir import RUN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """Settings from the program that contains the run; the defaults are for a run with a program of its own."""
+    """Settings from the program that contains the run. The defaults are for a run that has its own program."""
 
-    prefix: str = ""  # prefix of the resources' names, for a program with several runs
-    earlier: tuple[str, ...] = ()  # the prefixes that the component had before it was renamed
+    prefix: str = ""  # the prefix of the resources' names, for a program with several runs
+    earlier: tuple[str, ...] = ()  # earlier prefixes, if the component was renamed
     opts: pulumi.ResourceOptions | None = None  # options for all resources: parent, provider
     vpc: GivenVpc | None = None
     permissions_boundary: pulumi.Input[str] | None = None
@@ -43,7 +43,7 @@ class DeclaredRun:
 
     bucket: pulumi.Output[str]
     log_group: pulumi.Output[str]
-    fleet_id: pulumi.Output[str] | None  # None: the run is over
+    fleet_id: pulumi.Output[str] | None  # None if the run is over
 
 
 def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> DeclaredRun:
@@ -119,7 +119,7 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         switch: list[pulumi.Resource] = []
         for standing_by in fleet.standing_by:
             due = datetime.fromisoformat(verdict.run.valid_until)
-            priced = next(iter(plan.fallbacks), None)  # None if its prices are not known any more
+            priced = next(iter(plan.fallbacks), None)  # None if a price is no longer known
             switch = FallbackSwitch(
                 f"{prefix}fallback",
                 definition,
@@ -176,8 +176,8 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
 
 
 def with_provider(around: Surroundings, region: str) -> pulumi.ResourceOptions:
-    """The options with a provider of the region, unless they have one of their own. The region comes from the
-    definition alone: neither the stack's config nor the shell can put a run elsewhere.
+    """The options with a provider of the region, unless they already have a provider. The region comes only from the
+    definition, so that neither the stack's config nor the shell can put a run elsewhere.
     """
     options = around.opts or pulumi.ResourceOptions()
     if options.providers:
@@ -187,7 +187,7 @@ def with_provider(around: Surroundings, region: str) -> pulumi.ResourceOptions:
 
 
 def uploads(plan: Plan, root: Path) -> list[Upload]:
-    """Job archive, run config, dataset files and base weights, or a command's code and local inputs."""
+    """Job archive, run config, and the inputs: dataset files and base weights, or a command's code and local inputs."""
     files = [
         Upload(
             name="job-archive",
@@ -214,12 +214,11 @@ def _user_data(plan: Plan, names: Sequence[str]) -> str:
 
 
 def _part(plan: Plan) -> str:
-    """The part by which the names of a stage's resources differ from another stage's; empty without stages."""
+    """The part of names in which the resources of different stages differ; empty if the run has no stages."""
     return f"-{plan.definition.stage}" if plan.definition.stage else ""
 
 
 def _inputs(plan: Plan) -> list[Upload]:
-    """The files of a job's inputs."""
     part, files = _part(plan), list[Upload]()
     for kind, manifest, folder in (
         ("dataset", plan.dataset, plan.dataset_folder),

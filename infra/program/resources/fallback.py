@@ -1,10 +1,10 @@
-"""The fallback to on demand: a second fleet, with a capacity of 0, and a schedule that sets it to 1 once the deadline
-could not be met otherwise. A training node moves the time of the schedule (job/node/switch.py), so the schedule fires
-when no node trains.
+"""The fallback to on demand: a second fleet of size 0, and a schedule that sets its size to 1 once the deadline could
+not be met otherwise. A training node postpones the schedule (job/node/switch.py), so it fires if no node trains.
 
-A process that may move the hour can give the schedule any target that its role may do, and ModifyFleet has no condition
-on the number of nodes. So the role may only start a state machine, whose steps are written here: they set the second
-fleet to 1 (docs/decisions/2026-11-26-fallback.md). A compromised node gains nothing by it.
+AWS has no right to change only a schedule's hour: whoever may change it can also change the schedule's target, to
+anything that the schedule's role may do. And a right for ModifyFleet cannot limit the number of nodes. So the
+schedule's role may only start a state machine, whose steps are written here: they set the second fleet to 1
+(docs/decisions/2026-11-26-fallback.md). A compromised node gains nothing by it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,11 @@ from gpufleet.infra.program.resources.machine import AGAIN, MODIFY_FLEET, PUBLIS
 from gpufleet.infra.program.resources.stop import FleetStop, one_time
 from gpufleet.job.contract.aws import SWITCH
 
-PAUSE_S, LONGEST_S = 900, 7 * 86_400  # seconds between two tries; seconds until it gives up
+PAUSE_S, LONGEST_S = 900, 7 * 86_400  # seconds between two tries; seconds until the machine gives up
 
 
 class FallbackSwitch(pulumi.ComponentResource):
-    """State machine, its role, and the schedule that starts it.
-
-    `ready` lists what must exist before the first fleet.
-    """
+    """State machine, its role, and the schedule that starts it. `ready`: what must exist before the first fleet."""
 
     ready: list[pulumi.Resource]
 
@@ -45,9 +42,9 @@ class FallbackSwitch(pulumi.ComponentResource):
         permissions_boundary: pulumi.Input[str] | None = None,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`fleet`: the on-demand fleet, with a size of 0. `stop`: this schedule has the same group and role. `at`: the
-        time to switch if no work is done until then. `enabled`: whether the limits pay for all of the work on demand;
-        if not, a node enables it once they pay for the rest. `topic_arn`: the topic for messages to people; empty:
+        """`fleet`: the on-demand fleet, of size 0. `stop`: gives the schedule its group and role. `at`: the time to
+        switch if no work is done until then. `enabled`: whether the limits pay for all of the work on demand; if not, a
+        node enables the schedule once they pay for the rest. `topic_arn`: the topic for messages to people; empty if
         there is none.
         """
         super().__init__("gpufleet:infra:FallbackSwitch", name, None, opts)
@@ -92,9 +89,9 @@ class FallbackSwitch(pulumi.ComponentResource):
 
 
 def steps(fleet: str, topic_arn: str = "", run: str = "") -> dict[str, Any]:
-    """The state machine: it sets the on-demand fleet to 1, and does not read its input. AWS may refuse that for long,
-    because its services lack capacity or the role lacks a right. Then the machine sends one message, and tries again
-    until the run's fleets are gone.
+    """The steps of the state machine: they set the on-demand fleet to 1, and do not read the input. If AWS refuses this
+    for long (it lacks capacity, or the role lacks a right), the machine sends one message, and tries again until the
+    run's fleets no longer exist.
     """
     asked = {"FleetId": fleet, "TargetCapacitySpecification": {"TotalTargetCapacity": 1}}
     switch = {"Type": "Task", "Resource": MODIFY_FLEET, "Parameters": asked, "Retry": [AGAIN], "End": True}

@@ -1,17 +1,15 @@
-"""The launch template and the fleet of a run's nodes: every option that could leave a GPU running is stated here.
+"""The launch template and the fleet of a run's nodes. Every option that could leave a GPU running is stated here.
 
-Resources that AWS may refuse are made before the fleet that launches nodes, except for those that need its id. An
-object in the bucket shows that a state knows of the fleet: the engine writes it last and deletes it before the fleet. A
-node that does not find its fleet's object ends its fleet (job/node), so an `up` that failed or was interrupted leaves
-no node for long. Everything that a node needs for this check is deleted after the launch template, so that nothing
-launches once a part of it is gone.
+Resources that AWS may refuse are made before the fleet that launches nodes, unless they need its id. An object in the
+bucket shows that Pulumi's state has the fleet: the engine writes this object last, and deletes it before the fleet. If
+a node does not find the object of its fleet, it ends the fleet (job/node), so that an `up` that failed or was
+interrupted leaves no node for long. Everything that a node needs for this check is deleted after the launch template,
+so that nothing can launch once a part of it is missing.
 
-Nothing updates a fleet in place: the provider's update resends capacity and template, which would relaunch a finished
-run. A new run id replaces the fleet: the old one is deleted first. `on_demand_options` is left out on purpose: for a
-maintain fleet the provider turns the block into settings that only instant fleets take
-(docs/decisions/2026-11-21-provider-arguments.md).
-
-infra/market has what differs between markets.
+Nothing updates a fleet in place, because the provider's update resends capacity and template, which would relaunch a
+finished run. A new run id replaces the fleet: the old one is deleted first. `on_demand_options` is left out on purpose:
+for a maintain fleet, the provider turns it into settings that only instant fleets accept
+(docs/decisions/2026-11-21-provider-arguments.md). Differences between markets are in infra/market.
 """
 
 from __future__ import annotations
@@ -32,9 +30,9 @@ from gpufleet.job.contract.bucket import fleet_key
 
 
 class FleetComponent(pulumi.ComponentResource):
-    """The launch template, and the standby fleet of size 0 for a run that is not over. `declare_fleet` adds the fleet
-    that keeps one or more nodes alive until the run is over. `declare_known` adds the object that shows nodes that a
-    state knows of their fleet.
+    """The launch template and, if the run is not over, the standby fleet of size 0. `declare_fleet` adds the fleet that
+    keeps one or more nodes alive until the run is over. `declare_known` adds the object by which nodes see that
+    Pulumi's state has their fleet.
     """
 
     template: aws.ec2.LaunchTemplate
@@ -57,8 +55,8 @@ class FleetComponent(pulumi.ComponentResource):
         depends_on: Sequence[pulumi.Resource],
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`pools`: (type, zone) that each fleet may launch. `depends_on`: everything that a node needs at boot, and
-        that AWS may refuse. The launch template and the fleets themselves refer to only a few of these resources.
+        """`pools`: by market, each (type, zone) that a fleet may launch. `depends_on`: everything that a node needs at
+        boot or that AWS may refuse; the launch template and the fleets themselves refer to only a few of it.
         """
         super().__init__("gpufleet:infra:Fleet", name, None, opts)
         label = named(tags(definition), f"gpufleet-{definition.name}-{definition.run.id}")
@@ -73,18 +71,19 @@ class FleetComponent(pulumi.ComponentResource):
             metadata_options=aws.ec2.LaunchTemplateMetadataOptionsArgs(
                 http_endpoint="enabled",
                 http_tokens="required",
-                # A container on a bridge network is one hop further away. A command's container is on one, so it has no
-                # role unless the command asks for it.
+                # A container on a bridge network, such as that of a command, is one hop further away; so it has the
+                # node's role only if the command asks for it.
                 http_put_response_hop_limit=2 if definition.job.parameters.demands.node_role else 1,
                 instance_metadata_tags="enabled",  # the node reads its fleet's id from its tags
             ),
             block_device_mappings=disks(definition),
-            # Only the instance: resources that the fleet's service-linked role may not tag, such as network interfaces,
-            # make every launch fail, and volumes of spot nodes in a maintain fleet cannot be tagged from a template.
+            # Only the instance gets tags: every launch fails if a resource is listed that the fleet's service-linked
+            # role may not tag, such as network interfaces; and a template cannot tag volumes of a maintain fleet's spot
+            # nodes.
             tag_specifications=[aws.ec2.LaunchTemplateTagSpecificationArgs(resource_type="instance", tags=label)],
             tags=label,
             **definition.fleet.market.template_arguments(),
-            # A run that continues keeps its code, and so the number of hops that this code needs.
+            # a run that continues keeps its code, and so keeps the number of hops that this code needs
             opts=pulumi.ResourceOptions(
                 parent=self,
                 depends_on=list(depends_on),
@@ -92,7 +91,8 @@ class FleetComponent(pulumi.ComponentResource):
             ),
         )
         self._name, self._definition, self._frozen, self._bucket = name, definition, frozen, bucket
-        # AWS takes the subnet either from the override or from the interfaces, so an override names it without those.
+        # AWS takes the subnet either from the interfaces or from the override, which names it if there are no
+        # interfaces
         chosen = {} if definition.fleet.is_gang else subnets
         self._places = {market: [(kind, chosen.get(zone)) for kind, zone in some] for market, some in pools.items()}
         self._valid_until, self._label = valid_until, label
@@ -103,15 +103,15 @@ class FleetComponent(pulumi.ComponentResource):
     def declare_fleet(self, depends_on: Sequence[pulumi.Resource]) -> aws.ec2.Fleet:
         """Declares the fleet that launches nodes."""
         # The provider ignores this value on an existing fleet. If the fleet is made again for a run that has begun (the
-        # run deleted it, and a refresh has just noticed), it launches nothing, except in a market whose fleets replace
-        # no node.
+        # run deleted the old one, and a refresh has just noticed), it launches nothing, except in a market whose fleets
+        # do not replace nodes.
         market = self._definition.fleet.market
         waits = bool(self._definition.before)  # for the machine that the stage before starts: resources/stages.py
         target = 0 if waits or (self._frozen and market.replaces) else self._definition.nodes
         return self._fleet(f"{self._name}-fleet", market, target, depends_on)
 
     def declare_known(self, fleet: aws.ec2.Fleet, depends_on: Sequence[pulumi.Resource]) -> None:
-        """Writes the fleets' ids into the bucket, once everything exists on which the fleets depend."""
+        """Declares the objects that name the fleets, once everything exists on which the fleets depend."""
         others = [(f"{self._name}-fallback", standby) for standby in self.standing_by]
         for part, declared in ((self._name, fleet), *others):
             aws.s3.BucketObjectv2(
@@ -143,14 +143,14 @@ class FleetComponent(pulumi.ComponentResource):
             ),
             **market.fleet_arguments(self._valid_until),
             excess_capacity_termination_policy="termination",
-            terminate_instances=True,  # the default leaves GPUs running after a destroy
+            terminate_instances=True,  # by default a destroy would leave GPUs running
             replace_unhealthy_instances=False,
             tags=self._label,
             opts=pulumi.ResourceOptions(
                 parent=self,
                 depends_on=list(depends_on),
                 replacement_trigger=self._definition.run.id,
-                delete_before_replace=True,  # with the other order two nodes would work on one run
+                delete_before_replace=True,  # in the other order, two nodes would work on one run
                 ignore_changes=[
                     "validUntil",
                     "targetCapacitySpecification.totalTargetCapacity",
@@ -161,7 +161,7 @@ class FleetComponent(pulumi.ComponentResource):
                     "spotOptions",
                     "onDemandOptions",
                     "excessCapacityTerminationPolicy",
-                    # like onDemandOptions: the program does not declare it, but the provider reads it from AWS's answer
+                    # the program does not declare it, but the provider reads it from AWS's answer, like onDemandOptions
                     "validFrom",
                 ],
                 custom_timeouts=pulumi.CustomTimeouts(delete=market.delete_timeout),
@@ -172,7 +172,7 @@ class FleetComponent(pulumi.ComponentResource):
 def _attached(
     definition: StackDefinition, group: pulumi.Input[str], subnets: Mapping[str, pulumi.Input[str]]
 ) -> dict[str, Any]:
-    """How nodes are attached to the network: by a group or by interfaces, which exclude each other."""
+    """The arguments that attach nodes to the network: either a security group or interfaces."""
     if definition.fleet.is_gang:
         return {"network_interfaces": interfaces(definition, group, subnets[definition.fleet.zones[0]])}
     return {"vpc_security_group_ids": [group]}
@@ -181,11 +181,11 @@ def _attached(
 def interfaces(
     definition: StackDefinition, group: pulumi.Input[str], subnet: pulumi.Input[str] | None = None
 ) -> list[aws.ec2.LaunchTemplateNetworkInterfaceArgs]:
-    """The network interfaces of each of several nodes: its first card, with a public address, or all cards without one.
-    Each names the `subnet`: a launch with interfaces takes none from elsewhere (RunInstances, SubnetId).
-    They follow AWS's layout since 2026 (EC2 User Guide, efa-acc-inst-types): device 0 of the first card is a plain
-    interface and device 1 its EFA, each further card has its EFA as device 0. Only a single interface can have an
-    address: with one card it is both.
+    """The network interfaces of each of several nodes: its first card with a public address, or all cards without one.
+    Each names the `subnet`, because a launch with interfaces takes it from nowhere else (RunInstances, SubnetId). With
+    all cards they follow AWS's layout since 2026 (EC2 User Guide, efa-acc-inst-types): device 0 of the first card is a
+    plain interface and device 1 its EFA; on each further card, device 0 is the EFA. Only a single interface can have a
+    public address; with one card, the same interface is plain interface and EFA.
     """
     kind = load_catalog().instances[definition.fleet.instance_types[0]]
     every, on_first = definition.fleet.cards == "all", kind.efa_cards == kind.network_cards
@@ -224,9 +224,9 @@ def _mapping(device: str, disk: Disk, key: str | None) -> aws.ec2.LaunchTemplate
             iops=disk.iops,
             throughput=disk.throughput_mibps,
             delete_on_termination="true",
-            # `encrypted` and a snapshot exclude each other: such a volume is encrypted as its snapshot is.
+            # `encrypted` and a snapshot exclude each other: the volume is encrypted like its snapshot
             encrypted=None if disk.snapshot else "true",
-            kms_key_id=None if disk.snapshot else key,  # None: the account's default
+            kms_key_id=None if disk.snapshot else key,  # None stands for the account's default
             snapshot_id=disk.snapshot,
         ),
     )

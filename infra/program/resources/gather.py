@@ -1,7 +1,8 @@
-"""Asks AWS for all of several nodes again, after the nodes that waited for the missing ones have ended.
+"""Asks AWS again for all nodes of a run, after the nodes that waited for missing ones have ended.
 
-A node may end its fleet but not change its size (identity.py), and during the pause there is no node. So a state
-machine changes the size, in steps that are written here; a node starts the machine and sets the length of the pause.
+A node may end its fleet but not change the fleet's size (identity.py), and during the pause there is no node. So a
+state machine changes the size, in steps that are written here. A node starts the machine and sets the length of the
+pause.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from typing import Any
 
 from gpufleet.infra.program.resources.machine import AGAIN, MODIFY_FLEET
 
-LEAVE_S = 300  # seconds for the nodes to upload and end, before AWS ends the remaining ones
+LEAVE_S = 300  # seconds for the nodes to upload and end, before AWS ends those that remain
 
 
 def steps(fleet: str, nodes: int) -> dict[str, Any]:
-    """The steps: no node is replaced any more; remaining nodes are ended; after the pause that a node has set, AWS is
-    asked for all nodes. If the fleet is gone by then, the run has ended.
+    """The steps: first no node is replaced any more; then remaining nodes are ended; after the pause that a node has
+    set, AWS is asked for all nodes. If the fleet no longer exists by then, the run has ended.
     """
 
     def sized(nodes: int, excess: str, after: dict[str, Any]) -> dict[str, Any]:
@@ -38,6 +39,6 @@ def steps(fleet: str, nodes: int) -> dict[str, Any]:
 
 
 def machine_arn(schedule_arn: str) -> str:
-    """The state machine's ARN, from that of a schedule in the run's group."""
+    """The state machine's ARN, from the ARN of a schedule in the run's group."""
     schedule, group, _ = schedule_arn.split("/")
     return schedule.replace(":scheduler:", ":states:").replace(":schedule", f":stateMachine:{group}")

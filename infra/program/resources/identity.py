@@ -1,13 +1,13 @@
-"""The role of a node: its rights on its own run's objects, log group and fleet. It can launch nothing, and it can pass
+"""The role of a node: its rights on its run's objects, log group and fleet. A node can launch nothing, and can pass
 only one role, which has fewer rights than the node (resources/stop.py).
 
-A node can end its fleet but not change it, because ModifyFleet has no condition on the number of nodes. It can delete
-only checkpoints, so the records of what earlier attempts spent, which the caps count, stay.
+A node can end its fleet but not change it, because ModifyFleet has no condition on the number of nodes. A node can
+delete only checkpoints, so that the records of what earlier attempts spent stay, which the caps count.
 
-The runs of a stack share only compiled graphs, and every node may replace them. Compiled graphs are code that later
-nodes run, so a node trusts the nodes of earlier runs.
+The runs of a stack share only compiled graphs, and every node may replace them. Since later nodes run this code, a node
+trusts the nodes of earlier runs.
 
-The condition on ListBucket holds for HEAD and GET too: asking S3 for a key that does not exist answers 403, not 404.
+The condition on ListBucket also affects HEAD and GET: for a key that does not exist, S3 answers 403, not 404.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ EC2_MAY_ASSUME = json.dumps(
         ],
     }
 )
-# CloudWatch Logs accepts only these (PutRetentionPolicy, API reference, read 2026-11-21).
+# CloudWatch Logs accepts only these numbers of days (PutRetentionPolicy, API reference, read 2026-11-21).
 LOG_RETENTION_DAYS = (
     1, 3, 5, 7, 14, 30, 60, 90, 120, 150, 180, 365, 400, 545, 731, 1096, 1827, 2192, 2557, 2922, 3288, 3653,
 )  # fmt: skip
 
 
 class Identity(pulumi.ComponentResource):
-    """Log group, role, inline policy and instance profile. `ready` is what must exist before a node boots."""
+    """Log group, role, inline policy and instance profile. `ready`: what must exist before a node boots."""
 
     log_group: aws.cloudwatch.LogGroup
     profile: aws.iam.InstanceProfile
@@ -83,9 +83,9 @@ class Identity(pulumi.ComponentResource):
             policy=pulumi.Output.all(bucket_arn, self.log_group.arn, schedule_arn, stop_role_arn, topic_arn).apply(
                 lambda arns: json.dumps({"Version": "2012-10-17", "Statement": node_statements(definition, *arns)})
             ),
-            # Another run gets its own policy, and the old one is removed after the old fleet. If the policy were
-            # changed in place, an old node would lose its rights during the upload, or for good if `up` fails; it could
-            # not even end its fleet.
+            # Each run gets its own policy, and the old one is removed after the old fleet. If the policy were changed
+            # in place, an old node would lose its rights during the upload (or for good if `up` fails), even the right
+            # to end its fleet.
             opts=pulumi.ResourceOptions(parent=self, replacement_trigger=definition.run.id),
         )
         self.profile = aws.iam.InstanceProfile(f"gpufleet-{definition.name}", role=role.name, tags=labels, opts=child)
@@ -101,8 +101,8 @@ def node_statements(
     stop_role_arn: str,
     topic_arn: str = "",
 ) -> list[dict[str, Any]]:
-    """The policy of everything that a node may do. `schedule_arn` and `stop_role_arn` belong to the schedule that ends
-    its fleet; `topic_arn` is the topic of its messages, empty if there is none.
+    """The statements of everything that a node may do. `schedule_arn`, `stop_role_arn`: the schedule that ends its
+    fleet, and the role of that schedule. `topic_arn`: the topic of its messages; empty if there is none.
     """
     run, group = definition.run.id, schedule_arn.rpartition("/")[0]
     others = [*([SILENCE] if topic_arn else []), *(SWITCH for _ in definition.fleet.market.stands_by)]
@@ -158,7 +158,7 @@ def node_statements(
             "Resource": f"{log_group_arn}:*",
         },
         {
-            # the fleet's history shows whether AWS or the owner ended a node; AWS bills the two cases differently
+            # for the fleet's history, which shows who ended a node, AWS or the owner: AWS bills these cases differently
             "Sid": "OwnFleet",
             "Effect": "Allow",
             "Action": ["ec2:DeleteFleets", "ec2:DescribeFleetHistory", "ec2:TerminateInstances"],
@@ -190,8 +190,7 @@ def node_statements(
             "Resource": "*",
         },
         {
-            # These are the rights for a shell from AmazonSSMManagedInstanceCore, without its right to read every
-            # parameter.
+            # the rights that a shell needs: AmazonSSMManagedInstanceCore without its right to read every parameter
             "Sid": "SessionManager",
             "Effect": "Allow",
             "Action": [
@@ -207,7 +206,7 @@ def node_statements(
 
 
 def _ask_again(schedule_arn: str) -> dict[str, Any]:
-    """The statement that lets a node start the state machine that empties the fleet and asks for its nodes later."""
+    """The right to start the state machine that empties the fleet and later asks for its nodes again."""
     arn = machine_arn(schedule_arn)
     return {"Sid": "AskAgain", "Effect": "Allow", "Action": "states:StartExecution", "Resource": arn}
 
@@ -228,17 +227,17 @@ def _begin_stages(definition: StackDefinition, schedule_arn: str) -> list[dict[s
 
 
 def log_retention(days: int) -> int:
-    """The shortest retention CloudWatch Logs accepts that is at least `days`."""
+    """The shortest retention of at least `days` that CloudWatch Logs accepts."""
     return next((allowed for allowed in LOG_RETENTION_DAYS if allowed >= days), LOG_RETENTION_DAYS[-1])
 
 
 def one_or_all(values: list[str]) -> str | list[str]:
-    """A list with one value becomes the value itself, which AWS's policy language allows."""
+    """The list, or its value if there is only one: AWS's policy language allows both."""
     return values[0] if len(values) == 1 else values
 
 
 def _private_images(definition: StackDefinition) -> list[dict[str, Any]]:
-    """The right to log in to ECR and pull from these repositories. Another account must also allow it in its policy."""
+    """The right to log in to ECR and pull from these repositories; another account must also allow it in its policy."""
     images = dict.fromkeys(image for part in definition.parts for image in part.job.images)
     arns = [private.arn for image in images if (private := ecr.repository(image))]
     if not arns:
@@ -252,9 +251,7 @@ def _private_images(definition: StackDefinition) -> list[dict[str, Any]]:
 
 
 def _secrets(definition: StackDefinition) -> list[dict[str, Any]]:
-    """The right to read the job's secrets and no others. Keys that AWS manages need no right; a customer key must be
-    named.
-    """
+    """The right to read the job's secrets, and no others. A customer key needs its own right; keys of AWS need none."""
     region, key = definition.fleet.region, definition.account.kms_key
     secret = dict.fromkeys(name for part in definition.parts for name in part.job.parameters.secrets_needed.values())
     named = [*secret, *filter(None, [definition.notify.webhook])]
@@ -269,7 +266,7 @@ def _secrets(definition: StackDefinition) -> list[dict[str, Any]]:
     if secrets:
         arns = [
             f"arn:aws:secretsmanager:{region}:*:secret:{name}-??????" for name in secrets
-        ]  # AWS adds six characters to the ARN of a secret
+        ]  # AWS appends six characters to the ARN of a secret
         statements.append(
             {"Sid": "Secrets", "Effect": "Allow", "Action": "secretsmanager:GetSecretValue", "Resource": arns}
         )
@@ -282,7 +279,7 @@ def _secrets(definition: StackDefinition) -> list[dict[str, Any]]:
 
 
 def _own_key(definition: StackDefinition) -> list[dict[str, Any]]:
-    """The right to use the definition file's own key, only through S3."""
+    """The right to use the key in the definition file, only through S3."""
     if definition.account.kms_key is None:
         return []
     return [
@@ -297,9 +294,9 @@ def _own_key(definition: StackDefinition) -> list[dict[str, Any]]:
 
 
 def _foreign_prefix(sid: str, uri: str) -> list[dict[str, Any]]:
-    """The right to read one prefix of somebody's bucket. A node takes the names of files from a manifest and does not
-    list the bucket. It has the right to list only so that S3 distinguishes a missing file, which ends the run, from a
-    file that may not be read, for which every node tries again.
+    """The right to read one prefix of somebody's bucket. A node takes file names from a manifest, and does not list the
+    bucket. It may list only so that S3's answer shows whether a file is missing, which ends the run, or may not be
+    read, so that every node tries again.
     """
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     path, arn = f"{prefix.strip('/')}/*" if prefix.strip("/") else "*", f"arn:aws:s3:::{bucket}"

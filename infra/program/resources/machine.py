@@ -1,5 +1,5 @@
-"""Declares a state machine that changes a run's fleet, with its role; gather.py, fallback.py and stages.py write its
-steps.
+"""Declares a state machine that changes a run's fleet, and its role. Its steps are in gather.py, fallback.py and
+stages.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from gpufleet.infra.program.resources.tags import tags
 
 # AWS SDK integrations (Step Functions guide, 2026-11)
 MODIFY_FLEET, PUBLISH = "arn:aws:states:::aws-sdk:ec2:modifyFleet", "arn:aws:states:::aws-sdk:sns:publish"
-# these retries last 42 minutes
+# all retries together last 42 minutes
 AGAIN = {"ErrorEquals": ["States.ALL"], "IntervalSeconds": 10, "MaxAttempts": 8, "BackoffRate": 2.0}
 
 
 class FleetMachine(pulumi.ComponentResource):
-    """A state machine that sets a fleet's size in `steps`, and its role; a node starts it. Its name is that of the
-    run's schedule group, which nodes know, followed by its `part`. `kind` is the component's type.
+    """A state machine that sets a fleet's size in `steps`, and its role. A node starts the machine. Its name is that of
+    the run's schedule group, which nodes know, followed by `part`. `kind`: the component's type.
     """
 
     machine: aws.sfn.StateMachine
@@ -43,7 +43,7 @@ class FleetMachine(pulumi.ComponentResource):
         permissions_boundary: pulumi.Input[str] | None = None,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`steps` gives the machine's definition for the fleet's id and its number of nodes."""
+        """`steps`: makes the machine's definition from the fleet's id and its number of nodes."""
         super().__init__(f"gpufleet:infra:{kind}", name, None, opts)
         self.machine = state_machine(
             name,
@@ -77,7 +77,7 @@ def state_machine(
     part: str = "",
 ) -> aws.sfn.StateMachine:
     """A state machine with these steps, and a role that may change this fleet and publish to the topic. If `named` is
-    None, the engine chooses the name. `part` tells the machines of a run apart, if it has several.
+    None, the engine chooses the name. `part`: distinguishes the machines of a run that has several.
     """
     child, labels = pulumi.ResourceOptions(parent=parent), tags(definition)
     own = aws.iam.Role(

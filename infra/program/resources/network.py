@@ -1,8 +1,8 @@
-"""The network of nodes: a VPC of their own, one public subnet per zone, S3 without a NAT, nothing reachable from
-outside. Or the VPC that the file names, whose subnets and routes stay unchanged; the nodes' security group is always
-the stack's.
+"""The network of nodes: a VPC of their own with one public subnet per zone, S3 without a NAT, and nothing reachable
+from outside; or the VPC that the file names, whose subnets and routes stay unchanged. The stack always has its own
+security group for the nodes.
 
-Subnets are public because a NAT gateway costs more than a small GPU's disk; nothing listens, and the security group has
+Subnets are public because a NAT gateway costs more than a small GPU's disk. Nothing listens, and the security group has
 no ingress rule, except between several nodes of one run. Nodes that use all of their network cards are in a private
 subnet behind a NAT gateway, because AWS gives no public address to a node with several interfaces.
 """
@@ -22,8 +22,8 @@ from gpufleet.infra.definition.model import StackDefinition, is_zone_id
 from gpufleet.infra.program.resources.tags import named, tags
 
 VPC_CIDR = ipaddress.IPv4Network("10.0.0.0/16")
-# Gateway endpoints allow everything by default. The policy is stated although it is the default, because image layers
-# and packages come from other people's buckets too.
+# The default policy of gateway endpoints allows everything. It is stated here to show that this is wanted: image layers
+# and packages also come from other people's buckets.
 OPEN_POLICY = json.dumps(
     {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Principal": "*", "Action": "*", "Resource": "*"}]}
 )
@@ -31,14 +31,14 @@ OPEN_POLICY = json.dumps(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenVpc:
-    """A network from the surrounding program, which takes precedence over a network in the file."""
+    """A network from the surrounding program, which takes precedence over that in the file."""
 
     id: pulumi.Input[str]
     subnets: Mapping[str, pulumi.Input[str]]  # by zone, one for each of fleet.zones
 
 
 class Network(pulumi.ComponentResource):
-    """VPC, subnets, routes and the nodes' security group. `ready` is what must exist before a node boots."""
+    """VPC, subnets, routes and the nodes' security group. `ready`: what must exist before a node boots."""
 
     subnets: dict[str, pulumi.Input[str]]  # ids by zone
     security_group: aws.ec2.SecurityGroup
@@ -63,7 +63,7 @@ class Network(pulumi.ComponentResource):
         self.security_group = aws.ec2.SecurityGroup(
             f"{name}-node",
             vpc_id=vpc_id,
-            description="gpufleet nodes: no ingress, egress 443 only",  # fixed: AWS refuses to change a description
+            description="gpufleet nodes: no ingress, egress 443 only",  # never change it: AWS refuses that
             tags=label,
             opts=child,
         )
@@ -84,7 +84,7 @@ class Network(pulumi.ComponentResource):
         self.register_outputs({"vpc_id": vpc_id})
 
     def _between_nodes(self, name: str, label: dict[str, str], child: pulumi.ResourceOptions) -> list[pulumi.Resource]:
-        """Allows all traffic within the group. EFA needs both rules: without the outbound one nodes are cut off."""
+        """Allows all traffic within the group. EFA needs both rules: without the outbound rule, nodes are cut off."""
         group = self.security_group.id
         rules: list[pulumi.Resource] = []
         for way, rule in (("in", aws.vpc.SecurityGroupIngressRule), ("out", aws.vpc.SecurityGroupEgressRule)):
@@ -135,8 +135,8 @@ class Network(pulumi.ComponentResource):
                 vpc_id=vpc.id,
                 **_place(zone),
                 cidr_block=subnet_cidr(zone),
-                # The address comes from the subnet, so the template needs no network interface: an interface and the
-                # subnet of a fleet's override are two places that could disagree.
+                # The subnet gives the address, so that the template needs no network interface: an interface could
+                # contradict the subnet in a fleet's override.
                 map_public_ip_on_launch=True,
                 tags=named(labels, f"gpufleet-{definition.name}-{zone}"),
                 opts=child,
@@ -147,7 +147,7 @@ class Network(pulumi.ComponentResource):
                 )
             )
             self.subnets[zone] = subnet.id
-            if len(tables) > 1:  # several nodes are always in one zone
+            if len(tables) > 1:  # all nodes of a run are in one zone
                 associations += self._behind_nat(name, definition, zone, vpc, subnet, tables[1], outward, child)
         self.ready = [outward, endpoint, *associations]
         return vpc.id
@@ -163,8 +163,9 @@ class Network(pulumi.ComponentResource):
         outward: aws.ec2.Route,
         child: pulumi.ResourceOptions,
     ) -> list[pulumi.Resource]:
-        """A private subnet for the zone's nodes, and everything that must exist before one of them boots. A destroy
-        removes the NAT gateway before its address and the outbound route, which AWS would refuse to remove first.
+        """Declares a private subnet for the zone's nodes; returns everything that must exist before one of them boots.
+        A destroy removes the NAT gateway first, because AWS refuses to remove its address or the outbound route before
+        it.
         """
         label = named(tags(definition), f"gpufleet-{definition.name}-{zone}-inner")
         inner = aws.ec2.Subnet(
@@ -203,10 +204,10 @@ def _place(zone: str) -> dict[str, Any]:
 
 
 def subnet_cidr(zone: str, *, inner: bool = False) -> str:
-    """The subnet's range: a /20 by the zone's letter, so that a new zone never moves the others. us-east-2b always has
-    10.0.16.0/20, and 10.0.144.0/20 for its private subnet. A zone given by id, such as use2-az2, has a /22 in the range
-    that the letters a to f leave free: a change from names to ids makes the new subnets before it deletes the old ones,
-    so they must not overlap.
+    """The subnet's range. The zone's letter determines a /20, so that a new zone never moves the others: us-east-2b
+    always has 10.0.16.0/20, and 10.0.144.0/20 for its private subnet. A zone given by id, such as use2-az2, has a /22
+    in the range that the letters a to f leave free, because a change from names to ids makes the new subnets before it
+    deletes the old ones.
     """
     half = list(VPC_CIDR.subnets(new_prefix=17))[inner]
     if is_zone_id(zone):

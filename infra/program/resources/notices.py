@@ -1,8 +1,8 @@
 """Declares the messages about a run: a topic with an e-mail subscription, a rule that passes on AWS's events about the
-fleet, and a schedule that fires when no node has trained for long. A training node moves the schedule
+fleet, and a schedule that fires if no node has trained for long, because a training node postpones it
 (job/node/notices.py).
 
-A subscription is active once the person has confirmed it, by a link in AWS's first message: there is no other way.
+A subscription is active only once the person has confirmed it by the link in AWS's first message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpufleet.infra.program.resources.tags import tags
 from gpufleet.job.contract.aws import SILENCE
 
 PUBLISH = "arn:aws:scheduler:::aws-sdk:sns:publish"  # a universal target (Scheduler User Guide, read 2026-11-26)
-# Events of a node lost without a notice, and of reasons that keep a fleet from launching (EC2 Fleet event types, read
+# Events of nodes lost without a notice, and of reasons why a fleet does not launch (EC2 Fleet event types, read
 # 2026-11-26).
 TOLD_OF_FLEET = (
     "terminated",
@@ -33,8 +33,8 @@ TOLD_OF_FLEET = (
 
 
 class NoticesComponent(pulumi.ComponentResource):
-    """The topic, its subscription and policy and, with a moment, the schedule, all before a node boots (`ready`).
-    `declare_for` adds what needs the fleet.
+    """The topic, its subscription and policy, and the schedule if the run is not over; all must exist before a node
+    boots (`ready`). `declare_for` adds what needs the fleet.
     """
 
     topic: aws.sns.Topic
@@ -49,9 +49,9 @@ class NoticesComponent(pulumi.ComponentResource):
         silent_from: datetime | None,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`stop`: the silence schedule has the same group and role. `silent_from`: the time at which it counts as
-        silence; None if the run is over. The schedule does not wait for uploads, because AWS refuses an hour that has
-        passed.
+        """`stop`: gives the schedule its group and role. `silent_from`: the time from which a run without training
+        counts as silent; None if the run is over. The schedule is made before the uploads, because AWS refuses an hour
+        that has passed.
         """
         super().__init__("gpufleet:infra:Notices", name, None, opts)
         self._name, self._definition, self._stop = name, definition, stop
@@ -120,7 +120,7 @@ class NoticesComponent(pulumi.ComponentResource):
             f"Nothing has trained for {silent:g} hours in run {definition.run.id} of {definition.name}: AWS has no "
             f"capacity, a node hangs, or the run cannot begin. What it does now: gpufleet status {definition.name}"
         )
-        # SNS takes 100 ASCII characters
+        # SNS accepts 100 ASCII characters
         subject = f"gpufleet {definition.name}, run {definition.run.id}: nothing trains"
         return one_time(
             f"{self._name}-silence",
@@ -145,9 +145,7 @@ def _may_publish(topic_arn: str) -> dict[str, Any]:
 
 
 def _events_may_publish(topic_arn: str) -> dict[str, Any]:
-    """The right of EventBridge to publish, only for this account's rules. The account's own roles need no topic
-    policy.
-    """
+    """The right of EventBridge to publish, only for this account's rules. The account's roles need no topic policy."""
     account = topic_arn.split(":")[4]
     return {
         "Version": "2012-10-17",

@@ -1,10 +1,10 @@
-"""Declares the stop that works outside of the run's own processes: a schedule of EventBridge Scheduler, which ends the
+"""Declares the stop that works outside of the run's own processes: a schedule of EventBridge Scheduler that ends the
 fleet and its nodes.
 
-Its time is the fleet's expiry until a node moves it. A node moves it only as far as the run's limits pay for
-(job/node/allowance.py). To move the schedule a node must pass the role that the schedule uses (UpdateSchedule replaces
-everything), so that role can end this run's fleet and nodes, and nothing else: a compromised node gains nothing by it.
-A run's other schedules belong into the same group, each with a role that is as harmless.
+Its time is the fleet's expiry until a node changes it, and a node sets it only as late as the run's limits pay for
+(job/node/allowance.py). To change the time, a node must pass the role of the schedule (UpdateSchedule replaces
+everything). So this role can end the run's fleet and nodes, and do nothing else: a compromised node gains nothing by
+it. A run's other schedules belong into the same group, each with a role that is just as harmless.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ END_FLEET = "arn:aws:scheduler:::aws-sdk:ec2:deleteFleets"  # a universal target
 
 
 class FleetStop(pulumi.ComponentResource):
-    """The schedule's group and role, which must exist before a node boots (`ready`). `declare_for` adds it."""
+    """Group and role of a schedule, which must exist before a node boots (`ready`). `declare_for` adds the schedule."""
 
     group: aws.scheduler.ScheduleGroup
     role: aws.iam.Role
@@ -41,7 +41,7 @@ class FleetStop(pulumi.ComponentResource):
         permissions_boundary: pulumi.Input[str] | None = None,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`statements`: what the role may do; None: end the run's fleets and nodes."""
+        """`statements`: what the role may do; None for ending the run's fleets and nodes."""
         super().__init__("gpufleet:infra:Stop", name, None, opts)
         self._name, self._definition = name, definition
         child, labels = pulumi.ResourceOptions(parent=self), tags(definition)
@@ -67,7 +67,7 @@ class FleetStop(pulumi.ComponentResource):
         self.register_outputs({})
 
     def declare_for(self, fleets: Sequence[aws.ec2.Fleet], valid_until: str) -> aws.scheduler.Schedule:
-        """The schedule that ends these fleets. Nodes move its time, so a later `up` does not reset it."""
+        """Declares the schedule that ends these fleets. Nodes change its time, so a later `up` does not reset it."""
         ids = pulumi.Output.all(*(fleet.id for fleet in fleets))
         return one_time(
             f"{self._name}-schedule",
@@ -78,8 +78,8 @@ class FleetStop(pulumi.ComponentResource):
             target=END_FLEET,
             input=ids.apply(lambda fleet_ids: json.dumps({"FleetIds": fleet_ids, "TerminateInstances": True})),
             depends_on=self.ready,
-            # The schedule is replaced together with the fleets: they are another run's, or made again, and the time may
-            # have passed.
+            # The schedule is replaced together with the fleets: if they are those of another run, or made again, its
+            # time may have passed.
             trigger=ids.apply(lambda fleet_ids: " ".join([self._definition.run.id, *fleet_ids])),
             parent=self,
         )
@@ -99,7 +99,7 @@ def one_time(
     parent: pulumi.Resource,
     enabled: bool = True,
 ) -> aws.scheduler.Schedule:
-    """A one-time schedule with `stop`'s group and role. Nodes move its time; `up` resets it only if `trigger`
+    """A one-time schedule with the group and role of `stop`. Nodes change its time; `up` resets it only if `trigger`
     changes.
     """
     return aws.scheduler.Schedule(
@@ -131,20 +131,21 @@ def one_time(
 
 
 def trust(group_arn: str) -> dict[str, Any]:
-    """The role's trust policy: the service, for this group (Scheduler User Guide, confused deputy prevention)."""
+    """The trust policy of the role: only the service, for this group (Scheduler User Guide, confused deputy
+    prevention).
+    """
     principal, of_group = {"Service": SERVICE}, {"ArnEquals": {"aws:SourceArn": group_arn}}
     allow = {"Effect": "Allow", "Principal": principal, "Action": "sts:AssumeRole", "Condition": of_group}
     return {"Version": "2012-10-17", "Statement": [allow]}
 
 
 def schedule_arn(group_arn: str) -> str:
-    """The schedule's ARN, within a group."""
     return f"{group_arn.replace(':schedule-group/', ':schedule/')}/{SCHEDULE}"
 
 
 def stop_statements(definition: StackDefinition) -> list[dict[str, Any]]:
-    """The policy of everything that the schedule may do. AWS's pages do not say whether DeleteFleets needs the right to
-    terminate each node, or to terminate without naming one: the first statement covers requests that name an instance.
+    """Everything that the schedule may do. AWS's pages do not say whether DeleteFleets needs the right to terminate
+    each node, or to terminate without naming one. The first statement covers requests that name an instance.
     """
     region = definition.fleet.region
     return [

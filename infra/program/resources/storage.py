@@ -1,7 +1,7 @@
-"""The bucket of a stack and the objects that `up` puts into it: job archive, run config, dataset.
+"""The bucket of a stack, and the objects that `up` puts into it: job archive, run config, dataset.
 
-Bucket, public-access block, encryption, policy and lifecycle are kept or deleted together, because a destroy that kept
-only the bucket would silently remove its policy and its expiry.
+A destroy keeps or deletes bucket, public-access block, encryption, policy and lifecycle together: if it kept only the
+bucket, it would silently remove the bucket's policy and expiry.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from gpufleet.infra.program.resources.tags import tags
 from gpufleet.infra.progress import Lines
 from gpufleet.job.contract import bucket
 
-# Parts of an aborted upload do not appear in listings but are billed like objects.
+# Parts of an aborted upload do not appear in listings, but are billed like objects.
 ABORT_UPLOADS_AFTER_DAYS = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Upload:
-    """A local file or a small text for one object. `name` labels the resource, `key` the object."""
+    """A local file, or a small text, that becomes an object. `name`: the resource's name. `key`: the object's key."""
 
     name: str
-    # the resource's former names; they must be stated, because it is not named after its parent
+    # the resource's earlier names, which must be stated because they do not follow from its parent
     earlier: tuple[str, ...] = ()
     key: str
     file: Path | None = None
     text: str | None = None
-    # a record of the run: it stays in a kept bucket, and expires with the run's other objects
+    # whether it is a record of the run, which stays in a kept bucket and expires with the run's other objects
     belongs_to_run: bool = False
 
 
 class StorageComponent(pulumi.ComponentResource):
-    """The bucket and its objects. `ready` is what must exist before a node boots."""
+    """The bucket and its objects. `ready`: what must exist before a node boots."""
 
     bucket: aws.s3.Bucket
     ready: list[pulumi.Resource]
@@ -54,7 +54,9 @@ class StorageComponent(pulumi.ComponentResource):
         frozen: bool,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`runs`: every run id whose objects must expire. `frozen`: the run has begun, its uploads stay unchanged."""
+        """`runs`: every run id whose objects must expire. `frozen`: whether the run has begun, so that uploads do not
+        change.
+        """
         super().__init__("gpufleet:infra:Storage", name, None, opts)
         keep = definition.storage.keep
         labels = tags(definition)
@@ -74,7 +76,7 @@ class StorageComponent(pulumi.ComponentResource):
             restrict_public_buckets=True,
             opts=retained,
         )
-        # S3 answers 409 to two settings written at the same time, so the other two follow the public-access block.
+        # S3 answers 409 to settings that are written at the same time, so the other two follow the public-access block
         follows = pulumi.ResourceOptions.merge(retained, pulumi.ResourceOptions(depends_on=[closed]))
         encryption = aws.s3.BucketServerSideEncryptionConfiguration(
             f"{name}-encryption",
@@ -99,7 +101,7 @@ class StorageComponent(pulumi.ComponentResource):
             opts=follows,
         )
         settings: list[pulumi.Resource] = [closed, encryption, policy]
-        # if somebody else adds rules, the provider would wait in vain for exactly the declared rules
+        # with rules of somebody else, the provider would wait in vain until there are exactly the declared rules
         if keep.lifecycle == "own":
             expiry = aws.s3.BucketLifecycleConfiguration(
                 f"{name}-expiry",
@@ -115,8 +117,8 @@ class StorageComponent(pulumi.ComponentResource):
         self.register_outputs({"bucket": self.bucket.bucket})
 
     def _show(self, uploads: Sequence[Upload], objects: Sequence[aws.s3.BucketObjectv2]) -> None:
-        """Shows the upload's progress, as objects are created: the engine itself only reports each one. The last line
-        says that the upload is done, because this line stays on the screen.
+        """Shows the upload's progress as objects are created; the engine itself only reports each object. The last
+        line, which stays on the screen, says that the upload is done.
         """
         sizes = [upload.file.stat().st_size if upload.file else 0 for upload in uploads]
         say = lines(self)
@@ -139,8 +141,8 @@ class StorageComponent(pulumi.ComponentResource):
                 parent=self,
                 aliases=[pulumi.Alias(name=name) for name in upload.earlier],
                 retain_on_delete=upload.belongs_to_run,
-                # A run's nodes check these objects' hashes at every boot. New code or prices wait for a new run id.
-                # contentBase64 is listed for runs that began when the archive was still declared by it.
+                # Nodes check the hashes of these objects at every boot, so that new code or prices wait for a new run
+                # id. contentBase64 is listed for runs that began when it still declared the archive.
                 ignore_changes=["key", "source", "contentBase64", "content"] if frozen else None,
             ),
         )
@@ -151,7 +153,7 @@ def _count(shown: Lines, size: int, etag: str) -> None:
 
 
 def tls_only(bucket_arn: pulumi.Input[str]) -> dict[str, object]:
-    """Denies everyone, the owner too, any request that is not encrypted in transit."""
+    """A policy that denies everyone, even the owner, requests that are not encrypted in transit."""
     return {
         "Version": "2012-10-17",
         "Statement": [
@@ -179,8 +181,8 @@ def _abort_uploads() -> aws.s3.BucketLifecycleConfigurationRuleArgs:
 
 
 def _expire(folder: str, days: int) -> aws.s3.BucketLifecycleConfigurationRuleArgs:
-    """One rule per run, not one for the bucket, because the inputs that a stack has declared must not expire while it
-    exists. Compiled graphs may expire: they are compiled again.
+    """The rule by which a folder's objects expire. Each run has one, not the bucket, because inputs that a stack has
+    declared must not expire while the stack exists. Compiled graphs may expire, since they can be compiled again.
     """
     return aws.s3.BucketLifecycleConfigurationRuleArgs(
         id=f"expire-{folder}",

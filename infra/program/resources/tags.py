@@ -1,5 +1,5 @@
-"""The tags on everything that a stack owns. Each resource states them, because a provider's default tags do not reach a
-fleet's nodes.
+"""The tags of everything that a stack owns. Each resource states them, because the provider's default tags do not reach
+a fleet's nodes.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.contract.aws import OWN_TAGS
 
 STACK_TAG, RUN_TAG, OWNER_TAG = OWN_TAGS
-DELETE_AFTER = "gpufleet:delete-after"  # of the AMI of a bake: when its schedule deletes it
+DELETE_AFTER = "gpufleet:delete-after"  # on the AMI of a bake: the time at which its schedule deletes it
 
 
 def own_tags(definition: StackDefinition) -> dict[str, str]:
@@ -21,7 +21,7 @@ def own_tags(definition: StackDefinition) -> dict[str, str]:
 
 
 def owned(definition: StackDefinition) -> dict[str, str | list[str]]:
-    """The condition on tags that limits rights to what the run owns; its stages count as runs of their own."""
+    """The condition on tags that limits rights to what the run owns. Each of its stages counts as a run."""
     every = [own_tags(part) for part in definition.parts]
     values = {key: [run_tags[key] for run_tags in every] for key in every[0]}
     return {

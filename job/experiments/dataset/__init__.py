@@ -1,3 +1,1 @@
-"""Datasets: turns text, TinyStories or a seed into hashed token shards. A laptop prepares them, and the trainer reads
-them.
-"""
+"""Datasets: text, TinyStories or a seed become hashed token shards. A laptop prepares them, the trainer reads them."""

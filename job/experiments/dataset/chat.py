@@ -27,7 +27,7 @@ OTHERS = {  # other tools' names for these keys
     "instruction": ("prompt", "question", "query", "input"),
     "response": ("completion", "answer", "output"),
 }
-SHOWN = 20  # the most problems shown per file
+SHOWN = 20  # most problems that are printed per file
 GENERATED = (3, 16)  # numbers in a generated list
 _HALF = re.compile("[\ud800-\udfff]")
 T = TypeVar("T")
@@ -54,11 +54,11 @@ class Chats(Protocol):
 
 @dataclass(frozen=True)
 class JsonlChats:
-    """One JSON object a line: `instruction` and `response`, perhaps `system`; or `messages` with `role` and `content`,
-    perhaps `weight`.
+    """One JSON object per line: `instruction` and `response`, with or without `system`; or `messages` with `role` and
+    `content`, with or without `weight`.
 
-    Other keys are ignored, and once the file is read to its end, `left_out` has for each of them the number of lines
-    with a value. Blank lines are skipped.
+    Other keys are ignored. Once the file is read to its end, `left_out` has for each of them the number of lines with a
+    value. Blank lines are skipped.
     """
 
     path: Path
@@ -134,10 +134,10 @@ def lines_of(path: Path, read: Callable[[bytes], T], wanted: str) -> Iterator[T]
                 parsed = read(line)
             except ValueError as error:
                 problems.setdefault(str(error), []).append(number)
-                if isinstance(error, FormError):  # this is no mistake of one line
+                if isinstance(error, FormError):  # a wrong form concerns the whole file, not one line
                     break
                 if len(problems) == SHOWN:
-                    more = f"\n{path}: more after line {number} is not looked at"
+                    more = f"\n{path}: lines after {number} were not checked"
                     break
                 continue
             if not problems:
@@ -146,7 +146,7 @@ def lines_of(path: Path, read: Callable[[bytes], T], wanted: str) -> Iterator[T]
         messages = (f"{path}:{first}: {why}{_repeated_note(others)}" for why, (first, *others) in problems.items())
         raise ValueError("\n".join(messages) + more)
     if empty:
-        raise ValueError(f"{path}: empty; give one JSON object a line with {wanted}")
+        raise ValueError(f"{path}: empty; give one JSON object per line, with {wanted}")
 
 
 def _repeated_note(lines: list[int]) -> str:
@@ -160,7 +160,7 @@ def require_lines(path: Path) -> None:
         begins = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()
         if path.suffix.lower() == ".csv" and not begins.startswith(b"{"):
             made = f"pandas.read_csv({path.name!r}).to_json({path.stem + '.jsonl'!r}, orient='records', lines=True)"
-            raise ValueError(f"{path}: a table; one JSON object a line is wanted: {made}")
+            raise ValueError(f"{path}: this is a table; write one JSON object per line: {made}")
         if not begins.startswith((b"[", b"{")):
             return
         file.seek(0)
@@ -179,9 +179,11 @@ def require_lines(path: Path) -> None:
     made = shlex.quote(f"{path.stem}{'-lines' if path.suffix == '.jsonl' else ''}.jsonl")
     if begins.startswith(b"{"):
         if ends:
-            raise ValueError(f"{path}: an object over several lines; one a line is wanted: `jq -c . {name} > {made}`")
+            raise ValueError(
+                f"{path}: an object spans several lines; write one object per line: `jq -c . {name} > {made}`"
+            )
         return
-    raise ValueError(f"{path}: a JSON array; one object a line is wanted: `jq -c '.[]' {name} > {made}`")
+    raise ValueError(f"{path}: this is a JSON array; write one object per line: `jq -c '.[]' {name} > {made}`")
 
 
 def is_blank(line: bytes) -> bool:
@@ -193,7 +195,8 @@ def require_characters(text: str, path: str) -> None:
     """Raises ValueError for half of a surrogate pair, which JSON can escape and no tokenizer or file can take."""
     if (half := _HALF.search(text)) is not None:
         raise ValueError(
-            f"{path}: \\u{ord(half[0]):04x} at character {half.start()} is half of a surrogate pair, no character; "
+            f"{path}: \\u{ord(half[0]):04x} at character {half.start()} is half of a surrogate pair and not a"
+            " character; "
             "write both halves, or leave it out"
         )
 
@@ -210,7 +213,7 @@ def object_of(line: bytes, wanted: str = "instruction and response, or messages"
         if todo := foreign(line):
             raise FormError(f"not JSON; {todo}") from error
         why = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise ValueError(f"not JSON ({why}); wanted is one object a line with {wanted}") from error
+        raise ValueError(f"not JSON ({why}); give one object per line, with {wanted}") from error
     if not isinstance(tree, dict):
         raise ValueError(f"not an object; give {wanted}")
     return tree
@@ -284,14 +287,14 @@ def _messages(messages: Any) -> Conversation:
         learned = role != "assistant" or _learned(message, f"messages[{number}].")
         turns.append(Turn(role, text_at(message, "content", f"messages[{number}]."), learned))
     if not turns or turns[-1].role != "assistant":
-        raise ValueError("messages: the last one must be the assistant's, the answer to learn")
+        raise ValueError("messages: the last message must have the role assistant, because it is the answer to learn")
     if all(turn.role != "user" for turn in turns):
-        raise ValueError("messages: an answer without a question")
+        raise ValueError("messages: an answer has no question before it")
     return tuple(turns)
 
 
 def _learned(message: dict[str, Any], path: str) -> bool:
-    """Whether the model shall learn the answer. Raises ValueError for a weight between 0 and 1."""
+    """Whether the model should learn the answer. Raises ValueError for a weight between 0 and 1."""
     for key in LEARNED:
         if message.get(key) not in (None, 0, 1):
             raise ValueError(f"{path}{key}: {message[key]!r:.60} is neither 1, learned, nor 0, not learned")

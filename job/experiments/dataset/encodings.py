@@ -7,7 +7,7 @@ from pathlib import Path
 _UTF16 = "convert the file first: iconv -f UTF-16 -t UTF-8 OLD > NEW"
 _BEGINS = {
     b"\xff\xfe\0\0": "convert the file first: iconv -f UTF-32 -t UTF-8 OLD > NEW",
-    b"\xff\xfe": _UTF16,  # what PowerShell's > writes
+    b"\xff\xfe": _UTF16,  # PowerShell's > writes this
     b"\xfe\xff": _UTF16,
     b"\x1f\x8b": "it is compressed; unpack it first: gunzip",
     b"(\xb5/\xfd": "it is compressed; unpack it first: unzstd",
@@ -19,11 +19,11 @@ _BEGINS = {
     b"PAR1": "it is Parquet; write it as text first, for example with pandas.read_parquet",
     b"ARROW1": "it is Arrow; write it as text first, for example with pandas.read_feather",
     b"\xff\xff\xff\xff": "it is an Arrow stream, as `datasets` keeps one; write it as text first: Dataset.to_json",
-    b"\0\x05\x16\x07": "it is what macOS keeps beside a file: name the file without ._ before its name",
+    b"\0\x05\x16\x07": "it is a file that macOS keeps beside another: name the file without ._ before its name",
 }
 _NOT_TEXT = frozenset(range(32)) - set(b"\t\n\f\r\x1b")  # control characters, but not those of texts and terminals
-LOOKED_AT = 1 << 16  # characters
-NOISE = 0.01  # a larger share of control characters (also Unicode's, 0x80 to 0x9f) means that a file is no text
+LOOKED_AT = 1 << 16  # characters that are checked
+NOISE = 0.01  # a larger share of control characters (0x80 to 0x9f of Unicode too) means that a file is not text
 
 
 def foreign(content: bytes) -> str:
@@ -32,21 +32,21 @@ def foreign(content: bytes) -> str:
 
 
 def not_utf8(content: bytes, error: UnicodeDecodeError) -> str:
-    """Why `content`, a file or its first line, cannot be read, and what to do. iconv needs the file's encoding: without
-    it, iconv takes the terminal's, mostly UTF-8, and stops at the same byte.
+    """Why `content`, a file or its first line, cannot be read, and what to do. iconv must be told the file's encoding:
+    otherwise it takes the terminal's, mostly UTF-8, and stops at the same byte.
     """
     todo = "convert the file first, e.g. iconv -f LATIN1 -t UTF-8 OLD > NEW"
     if odd := next((byte for byte in content if byte in _NOT_TEXT), None):
-        todo = f"it holds bytes that no text has (0x{odd:02x}): write it as text with what made it"
+        todo = f"it contains bytes that no text has (0x{odd:02x}): write it as text with the program that made it"
     return f"not UTF-8 (byte {error.start}); {foreign(content) or todo}"
 
 
 def require_text(text: str, path: Path) -> None:
-    """Raises ValueError for valid UTF-8 that is no text, as a compressed file that iconv took for Latin-1."""
+    """Raises ValueError for valid UTF-8 that is not text, such as a compressed file that iconv took for Latin-1."""
     begin = text[:LOOKED_AT]
     odd = sum(ord(letter) in _NOT_TEXT or 0x7F <= ord(letter) < 0xA0 for letter in begin)
     if odd > NOISE * len(begin):
         raise ValueError(
-            f"{path}: of its first {len(begin):,} characters {odd:,} are none of a text: was it compressed, or in "
+            f"{path}: of its first {len(begin):,} characters {odd:,} do not occur in texts: was it compressed, or in "
             "another format, before it became UTF-8? Name the text itself"
         )

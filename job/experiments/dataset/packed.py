@@ -36,8 +36,8 @@ from gpufleet.job.text import counted
 
 PROMPTS, TEXTS = "prompts.jsonl", "texts.jsonl"
 BATCH = 1000  # conversations tokenised at once
-RENDERED = 2  # raised when the same file gives other tokens: an older dataset is then prepared again
-UNCLOSED = 0.1  # the largest share of examples without a closing token: above this share the model learns not to stop
+RENDERED = 2  # raised when the same file gives other tokens, so that an older dataset is prepared again
+UNCLOSED = 0.1  # if a larger share of examples has no closing token, the model learns not to stop
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ def prepare_packed(
     model_vocab: int,
     say: Callable[[str], None] = lambda line: None,
 ) -> DatasetManifest:
-    """The packed dataset in `folder`, which is made if it does not exist, with a report. Raises ValueError."""
+    """The packed dataset in `folder`, which is made if it does not exist. Prints a report. Raises ValueError."""
     if tokenizer.vocab > model_vocab:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab} ids, the model's vocabulary (job.parameters.model.vocab) is "
@@ -117,8 +117,8 @@ def prepare_packed(
     report(manifest, say)
     if twice := _learned_too(splits):
         say(
-            f"warning: held-out examples that are trained on as well: {twice:,} of {len(held):,}, and the validation "
-            "loss is the better for it; leave each text in the file once"
+            f"warning: held-out examples that are trained on as well: {twice:,} of {len(held):,}, which makes the"
+            " validation loss look better; keep each text in the file only once"
         )
     if how.prompts and not prompts:
         say(f"no held-out question is within data.longest, {how.longest} tokens: none is answered after training")
@@ -126,7 +126,7 @@ def prepare_packed(
 
 
 def cut(rendered: Rendered, loss_on: str, longest: int) -> Example:
-    """The first `longest` tokens, and which of these the loss counts: never the first token, which nothing predicts."""
+    """The first `longest` tokens, and which of them the loss counts: never the first, which nothing predicts."""
     tokens = np.array(rendered.tokens[:longest], dtype=np.uint32)
     counted = np.array(rendered.answered if loss_on == "response" else rendered.left, dtype=np.bool_)[:longest]
     counted ^= loss_on == "all"  # everything except excluded answers
@@ -188,7 +188,8 @@ def _facts(
         "held_out_rows": len(rows["validation"]),
         "row": how.row,
         "longest": how.longest,
-        "most_examples": max(len(row) for split_rows in rows.values() for row in split_rows),  # in one row
+        # the most examples in one row
+        "most_examples": max(len(row) for split_rows in rows.values() for row in split_rows),
         "loss_on": how.loss_on,
         "packing": how.packing,
         "texts": how.texts,
@@ -211,7 +212,7 @@ def report(manifest: DatasetManifest, say: Callable[[str], None]) -> None:
         f"{f['vocab']:,} ids, template {f['template']}"
     )
     if unlearned := f.get("unlearned", 0):
-        say(f"not learned, as the file says of them: {counted(f'{unlearned:,}', 'answer')}")
+        say(f"not learned, because the file says so: {counted(f'{unlearned:,}', 'answer')}")
     if trimmed := f.get("trimmed", 0):
         say(
             f"without the blanks around them, as template {f['template']} has them: "
@@ -254,8 +255,8 @@ def _write_rows(
 
 
 def _prompts(chats: Chats, held_out: Sequence[int], renderer: Renderer, how: Packing) -> list[str]:
-    """A line for each of the first held-out questions that are at most as long as a training example. A longer question
-    is left out, because answers are generated in one batch, and one long conversation would take all the memory.
+    """A line for each of the first held-out questions that are at most as long as a training example. Longer ones are
+    left out: answers are generated in one batch, and one long conversation would take all the memory.
     """
     lines: list[str] = []
     remaining = set(held_out)

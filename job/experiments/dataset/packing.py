@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.experiments.dataset.shards import HEADER, read_header
 
-MOST_EXAMPLES = (1 << 15) - 1  # examples in a row, as many as a mark can count
-# a row trades if it has over CROWDED examples, and over CROWDED_MEANS times the mean
+MOST_EXAMPLES = (1 << 15) - 1  # most examples in a row: as many as a mark can count
+# a row trades if it has more than CROWDED examples, and more than CROWDED_MEANS times the mean
 CROWDED, CROWDED_MEANS = 32, 3
 GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea, Flood 2014)
 Split = Literal["train", "validation"]
@@ -47,7 +47,7 @@ class Packing:
     seed: int = 0  # for the choice of held-out examples
 
     def words(self) -> str:
-        """Everything the rows depend on, for the name of the source."""
+        """Everything on which the rows depend, for the name of the source."""
         return ", ".join(f"{key} {getattr(self, key)}" for key in self.__slots__)
 
 
@@ -124,14 +124,14 @@ def evened(lengths: NDArray[np.int64], row_of: NDArray[np.int64]) -> NDArray[np.
                     counts[there] += run - 1
                     counts[row] -= run - 1
                     gone += run
-                    run = int(counts[row]) - most + 2  # as many of the rest as needed
+                    run = int(counts[row]) - most + 2  # as many of the other examples as needed
                     break
             run -= 1
     return row_of
 
 
 def order(seed: int, salt: int, count: int) -> NDArray[np.int64]:
-    """A permutation of `count`, sorted by a hash of (seed, salt, place): the same on every machine and version."""
+    """A permutation of `count`, sorted by a hash of (seed, salt, place); the same on every machine and version."""
     mask = (1 << 64) - 1
     start = np.array([((seed * GOLDEN) ^ (salt * 0xD1342543DE82EF95)) & mask], dtype=np.uint64)
     x = mix64(start) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)

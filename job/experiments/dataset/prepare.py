@@ -38,9 +38,7 @@ BATCH = 1000  # stories tokenised at once
 
 
 def read_manifest(folder: Path) -> DatasetManifest:
-    """The content of dataset.json in `folder`. Raises ValueError if dataset.json is missing or damaged. No other file
-    is hashed.
-    """
+    """The content of dataset.json in `folder`. Raises ValueError if it is missing or damaged. Hashes no other file."""
     return inputs.read_dataset(folder, FACTS)
 
 
@@ -118,10 +116,8 @@ def describe(manifest: DatasetManifest) -> str:
 
 
 def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[[str], None]) -> DatasetManifest:
-    """Fills a temporary folder, writes dataset.json from the fields that `fill` returns, and moves the folder to its
-    place.
-    """
-    place = folder.resolve()  # a link, perhaps to a larger disk, stays one
+    """Fills a temporary folder, writes dataset.json from the fields of `fill`, and moves the folder to its place."""
+    place = folder.resolve()  # a link stays a link, perhaps to a larger disk
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as scratch:
         made = Path(scratch) / "dataset"
@@ -131,7 +127,7 @@ def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[
         files = [asdict(file) for file in inputs.hashed(paths, made)]
         tree = json.dumps({"schema": 1, **fields, "files": files}, indent=1)
         atomic.write_bytes(made / MANIFEST, f"{tree}\n".encode())
-        # checked late, because another preparation may have finished; only folders of this kind are replaced
+        # checked only now, because another preparation may have finished; only folders of this kind are replaced
         existing = existing_dataset(folder)
         if existing is not None and existing.sha256 == atomic.sha256(made / MANIFEST):
             say(f"{folder} is prepared already: {describe(existing)}")
@@ -174,7 +170,7 @@ def _read_existing(folder: Path) -> DatasetManifest:
             raise
         why = str(error).removeprefix(f"{folder / MANIFEST}: ").removesuffix("; prepare the dataset again")
         raise ValueError(
-            f"{folder}: its {MANIFEST} cannot say what is in it ({why}); move the folder away, then prepare again"
+            f"{folder}: {MANIFEST} does not show what the folder contains ({why}); move it away, then prepare again"
         ) from error
 
 

@@ -16,10 +16,10 @@ C = TypeVar("C", bound=JobConfig)
 class PreparedDataset(Dataset[C]):
     """A folder with a dataset.json, written by prepare.py."""
 
-    arguments: ClassVar[dict[str, str]] = {}  # data.source -> the argument that `gpufleet prepare` takes for it
+    arguments: ClassVar[dict[str, str]] = {}  # data.source -> the argument of `gpufleet prepare` for it
 
     def accept(self, folder: Path, supplied: Given) -> DatasetManifest:
-        from gpufleet.job.experiments.dataset import prepare  # imported here: a bill asks this class, and reads no data
+        from gpufleet.job.experiments.dataset import prepare  # imported here: a bill asks this class but reads no data
 
         manifest = prepare.checked(folder)
         supplied.say(f"{folder} is prepared already: {prepare.describe(manifest)}")

@@ -32,7 +32,7 @@ class Template:
     header: tuple[str, ...]  # before a turn's content
     end: str  # the special token that closes a turn; generation stops at it
     gap: str  # between turns
-    trims: bool  # whether blanks around a turn's content are removed, as in the family's own template
+    trims: bool  # whether blanks around a turn's content are removed, as the family's own template does
 
     @property
     def specials(self) -> tuple[str, ...]:
@@ -84,8 +84,8 @@ def foreign(template: Template, folder: Path) -> bool:
 
 
 def tokenizer_of(weights: Path | None, tokenizer: Path | None = None) -> Path | None:
-    """The tokenizer.json beside the base weights in the folder `weights`, else `tokenizer`, if any. Raises
-    ValueError if the two files exist and differ.
+    """The tokenizer.json beside the base weights in the folder `weights`; if there is none, `tokenizer`. Raises
+    ValueError if both exist and differ.
     """
     beside = None if weights is None else weights / FileTokenizer.kind
     if beside is None or not beside.is_file():
@@ -129,7 +129,9 @@ class FileTokenizer:
             self._content = file.read_bytes()
             self._bpe: Any = Tokenizer.from_str(self._content.decode())
         except OSError as error:
-            raise ValueError(f"{file}: cannot be read ({error.strerror}); it lies beside the base weights") from error
+            raise ValueError(
+                f"{file}: cannot be read ({error.strerror}); it belongs beside the base weights"
+            ) from error
         except Exception as error:  # the package has no narrower error
             raise ValueError(f"{file}: not a tokenizer.json ({error})") from error
         self._bpe.encode_special_tokens = True  # as plain text: only a template writes special tokens
@@ -144,9 +146,7 @@ class FileTokenizer:
         return {"tokenizer.json": self._content}
 
     def special(self, name: str) -> int:
-        """The special token's id; raises ValueError if the tokenizer lacks this token, because the tokenizer is another
-        family's.
-        """
+        """The special token's id. Raises ValueError if the tokenizer lacks it, because it is another family's."""
         token_id = self._bpe.token_to_id(name)
         if token_id is None:
             raise ValueError(f"{self.file}: no token {name}, which the chat template needs; is model.family right?")
@@ -213,9 +213,7 @@ def open_chat_tokenizer(kind: str, folder: Path) -> ChatTokenizer:
 
 
 class Rendered(NamedTuple):
-    """A conversation in ids; the places of answers to learn (with their closing token), and of answers excluded from
-    the loss.
-    """
+    """A conversation in ids; the places of answers to learn (with their end), and of those that the loss excludes."""
 
     tokens: list[int]
     answered: list[bool]

@@ -49,15 +49,17 @@ def write_payload(path: Path, payload: bytes, vocab: int, *, token_bytes: int) -
 
 
 def read_header(path: Path) -> ShardHeader:
-    """The header, checked against the file's size. Raises ValueError when the file is no shard or is cut short."""
+    """The header, checked against the file's size. Raises ValueError if the file is not a shard or is cut short."""
     with path.open("rb") as file:
         head = file.read(HEADER.size)
     if len(head) < HEADER.size or not head.startswith(MAGIC):
         raise ValueError(f"{path}: not a token shard; prepare the dataset again")
     _, version, token_bytes, vocab, tokens, digest = HEADER.unpack(head)
     if version != VERSION:
-        raise ValueError(f"{path}: token shard version {version}, this code reads {VERSION}; prepare the dataset again")
+        raise ValueError(
+            f"{path}: token shard version {version}, but this code reads {VERSION}; prepare the dataset again"
+        )
     size, wanted = path.stat().st_size, HEADER.size + tokens * token_bytes
     if size != wanted:
-        raise ValueError(f"{path}: {size} bytes, the header promises {wanted}; it was cut short or overwritten")
+        raise ValueError(f"{path}: {size} bytes, but the header says {wanted}; the file was cut short or overwritten")
     return ShardHeader(token_bytes=token_bytes, vocab=vocab, tokens=tokens, sha256=digest.hex())

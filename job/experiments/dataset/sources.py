@@ -46,8 +46,8 @@ class FetchError(ValueError):
 
 
 def fetch(url: str, path: Path, *, first_bytes: int | None = None, total_bytes: int | None = None) -> Path:
-    """Makes `path` hold the file, or at least its first `first_bytes` (the whole file if that is shorter).
-    `total_bytes` is the size that the whole file must have on the server. A path is fetched either always whole or
+    """Makes `path` contain the file, or at least its first `first_bytes` (the whole file if that is shorter).
+    `total_bytes` is the size that the whole file must have on the server. A path must always be fetched whole, or
     always by its beginning. Raises FetchError.
     """
     if path.exists() and (first_bytes is None or path.stat().st_size >= first_bytes):
@@ -78,18 +78,18 @@ def _continue(url: str, part: Path, note: Path, first_bytes: int | None, total_b
     have = part.stat().st_size if known.get("etag") else 0
     wanted = min((size for size in (first_bytes, known.get("bytes")) if size is not None), default=None)
     if have and wanted is not None and have >= wanted:
-        return  # complete, though an earlier attempt could not note it: a request past the end gives 416
+        return  # the file is complete, though an earlier attempt could not note that: a request past the end gives 416
     headers = {"User-Agent": "gpufleet"}
     if have or first_bytes:
         headers["Range"] = f"bytes={have}-{first_bytes - 1 if first_bytes else ''}"
     if have:
         headers["If-Range"] = known["etag"]
     with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_S) as answer:
-        if answer.status != 206:  # the whole file: the server has no ranges, or the file has changed since
+        if answer.status != 206:  # the whole file comes: the server has no ranges, or the file has changed since
             have = 0
         size, wanted = _sizes(answer, first_bytes)
         if total_bytes is not None and size is not None and size != total_bytes:
-            raise FetchError(f"{url}: {size} bytes on the server, {total_bytes} expected; the file has changed")
+            raise FetchError(f"{url}: {size} bytes on the server, but {total_bytes} expected: the file has changed")
         note.write_text(json.dumps({"etag": answer.headers.get("ETag"), "bytes": size}))
         left_bytes = None if wanted is None else wanted - have
         with part.open("r+b" if have else "wb") as file, progress.shown(f"fetching {url}", left_bytes) as advance:
@@ -104,7 +104,7 @@ def _continue(url: str, part: Path, note: Path, first_bytes: int | None, total_b
 
 
 def _sizes(answer: http.client.HTTPResponse, first_bytes: int | None) -> tuple[int | None, int | None]:
-    """(bytes of the whole file, bytes that must lie on disk at the end); None if the server does not say."""
+    """(bytes of the whole file, bytes that must be on the disk at the end); None if the server does not give them."""
     size: int | None = None
     if answer.status == 206:
         total = answer.headers.get("Content-Range", "").rpartition("/")[2]
@@ -122,9 +122,7 @@ Named = tuple[Tokenizer, str, str]  # tokenizer, kind, id
 
 
 class Source(Protocol):
-    """At least two stories, and their tokenizer. Reading stories and choosing the tokenizer may download, and raise
-    ValueError.
-    """
+    """At least two stories, and their tokenizer. Both methods may download, and raise ValueError."""
 
     @property
     def name(self) -> str: ...
@@ -153,8 +151,8 @@ class Generated:
 
 @dataclass(frozen=True, kw_only=True)
 class TextTokenizer:
-    """GPT-2's BPE if the model's vocabulary is large enough, else bytes. If GPT-2's file is missing, bytes do not take
-    its place: with 257 ids instead of 50,257 the job would differ from the job that was billed.
+    """GPT-2's BPE if the model's vocabulary is large enough, else bytes. If GPT-2's file is missing, bytes are no
+    substitute: with 257 ids instead of 50,257 the job would differ from the billed job.
     """
 
     model_vocab: int
@@ -164,9 +162,7 @@ class TextTokenizer:
     say: Callable[[str], None] = field(default=lambda line: None)
 
     def choose(self) -> Named:
-        """The tokenizer; raises ValueError if the tokenizer or its package is not available, or if the user's file is
-        not GPT-2's.
-        """
+        """The tokenizer. Raises ValueError if it or its package is missing, or if the user's file is not GPT-2's."""
         if self.file is not None:
             return self._gpt2(self.file)
         if self.model_vocab < GPT2_VOCAB:

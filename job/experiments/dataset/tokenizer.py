@@ -1,7 +1,7 @@
 """Text to token ids and back: GPT-2's BPE, plain bytes, or the words of the generated stories.
 
-A prepared dataset carries what its tokenizer needs, so that the job can print samples without a network. The
-`tokenizers` package is imported only for GPT-2; everything else needs the standard library alone.
+A prepared dataset contains what its tokenizer needs, so that the job can print samples without a network. The
+`tokenizers` package is imported only for GPT-2; everything else needs only the standard library.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Words:
 
 
 class Gpt2:
-    """GPT-2's BPE from its tokenizer.json. Raises ValueError when the file is another tokenizer's."""
+    """GPT-2's BPE from its tokenizer.json. Raises ValueError if the file belongs to another tokenizer."""
 
     def __init__(self, file: Path) -> None:
         from tokenizers import Tokenizer as Bpe
@@ -108,7 +108,7 @@ class Gpt2:
 
 
 def open_tokenizer(kind: str, folder: Path) -> Tokenizer:
-    """The tokenizer a prepared dataset was made with, from the dataset's folder."""
+    """The tokenizer with which a dataset was prepared, from the dataset's folder."""
     if kind == "gpt2":
         return Gpt2(folder / "tokenizer.json")
     if kind == "words":

@@ -13,15 +13,15 @@ from typing import Any
 from gpufleet.job.experiments.dataset import weights
 from gpufleet.job.experiments.dataset.rendering import FileTokenizer, Template
 
-# Both are far from what training leaves, so that a warning is seldom wrong; a slightly odd row passes. They are chosen,
-# not measured on published weights.
+# Trained rows are far from both thresholds, so a warning is seldom wrong and a slightly odd row passes. The thresholds
+# are chosen, not measured on published weights.
 ALIKE = 0.99  # cosine of two rows
-SHORT = 0.1  # of the median row's length
+SHORT = 0.1  # share of the median row's length
 LOOKED_AT = 8192  # rows of a table, evenly spread: untrained tokens lie side by side
 
 
 def untrained(tokenizer: FileTokenizer, template: Template) -> str:
-    """What is odd about the rows of the template's tokens in the weights beside the tokenizer; "" if nothing is, or
+    """What is odd about the rows of the template's tokens in the weights beside the tokenizer; "" if nothing is, or if
     there are no weights. Raises ValueError for weights that cannot be read.
     """
     folder = tokenizer.file.parent

@@ -95,15 +95,15 @@ def check(folder: Path) -> dict[str, Stored]:
             raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
         except SafetensorError as error:
             raise ValueError(
-                f"{path}: {path.stat().st_size:,} bytes, no safetensors file that the library opens ({error}); "
-                "download it again, and if it comes the same, have it saved anew by whoever made it"
+                f"{path}: {path.stat().st_size:,} bytes, not a safetensors file that the library can open ({error}); "
+                "download it again; if it is the same then, ask its author to save it anew"
             ) from error
         header.pop("__metadata__", None)
         for name, entry in header.items():
             if entry["dtype"] not in _DTYPES:
                 raise ValueError(
-                    f"{path}: {name} is {entry['dtype']}; only {', '.join(_DTYPES)} are read: of quantised weights "
-                    "take those they were made from, convert others"
+                    f"{path}: {name} is {entry['dtype']}; only {', '.join(_DTYPES)} are read: instead of quantised"
+                    " weights use the original ones, and convert others"
                 )
             if name in tensors:
                 raise ValueError(f"{path}: {name} is in {tensors[name].file.name} too; keep one of them")
@@ -112,9 +112,7 @@ def check(folder: Path) -> dict[str, Stored]:
 
 
 def left_out(folder: Path) -> dict[str, int]:
-    """The bytes of everything that `paths` omits, by names at the top of the folder; the name of a folder ends with a
-    slash.
-    """
+    """The bytes of everything that `paths` omits, by the names at the folder's top; folders end with a slash."""
     taken, sizes = set(paths(folder)), dict[str, int]()
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path not in taken and not _hidden(path, folder):

@@ -44,24 +44,25 @@ from gpufleet.job.kind.job import named
 from gpufleet.job.text import printable
 
 SHORT_OF_MEMORY = (  # parts of libraries' messages, in small letters
-    ("cuda", "out of memory"),  # the driver, Triton
+    ("cuda", "out of memory"),  # in messages of the driver and Triton
     ("cublas_status_alloc_failed",),
-    ("cublas_status_not_initialized", "create("),  # for a handle; the backward pass makes another handle
+    ("cublas_status_not_initialized", "create("),  # creating a handle; the backward pass creates another one
     ("device_allocation_failed",),  # cuDNN 9
     ("failed to cuda malloc",),  # NCCL, whose last error names the call, not its reason; this call allocates
-    ("failed to cuda calloc",),  # when the first collective runs, within a step
+    ("failed to cuda calloc",),  # NCCL too, when the first collective runs, within a step
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One start of the trainer."""
+    """One start of the trainer; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m gpufleet.job.experiments.engine", description=__doc__)
     parser.add_argument("workdir", type=Path)
-    parser.add_argument("--rung", type=int, default=0, help="of the micro-batch ladder (job/kind)")
+    parser.add_argument("--rung", type=int, default=0, help="rung of the micro-batch ladder (job/kind)")
     parser.add_argument("--wait", action="store_true", help=f"for WORKDIR/{START}")
     args = parser.parse_args(argv)
-    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is intended
-    if "OMP_NUM_THREADS" not in os.environ:  # leaves one core to the supervisor and to saves: waiting threads spin
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is intended here
+    # leaves one core to the supervisor and to saves, because waiting threads spin
+    if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
     requests = Requests(args.workdir)
     requests.heed_signals()
@@ -95,7 +96,7 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
         code = TrainerExit.OUT_OF_MEMORY
     except WorkdirBusyError as error:
         say(str(error))
-        return TrainerExit.CRASHED  # writes nothing: another trainer uses the folder
+        return TrainerExit.CRASHED  # nothing is written: another trainer uses the folder
     except device.PeerRefusedError as error:
         say(f"another node is refused: {error}")
         code = TrainerExit.CRASHED
@@ -111,9 +112,9 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
             note(workdir, Preflight(problems=(str(error),)))
     except CheckpointDamagedError as error:
         note(workdir, Unreadable(step=error.step, problem=str(error)))
-        say(f"{error}; another start takes the one before it, if there is one")
+        say(f"{error}; the next start takes the checkpoint before it, if there is one")
         code = TrainerExit.UNREADABLE
-    # what a library cannot read or write here, it cannot read or write on another node
+    # if a library cannot read or write something here, it cannot do so on another node
     except (ValueError, SafetensorError) as error:
         say(f"fatal: {error}")
         if workdir.is_dir():
@@ -132,7 +133,7 @@ class WorkdirBusyError(Exception):
 
 @contextmanager
 def workdir_lock(workdir: Path) -> Iterator[None]:
-    """Within the block no other trainer starts in this folder. A node's first rank holds the lock for all ranks. Raises
+    """Within the block no other trainer starts in this folder: a node's first rank locks it. Raises
     WorkdirBusyError.
     """
     if not parallel.expected().first_here:
@@ -167,18 +168,17 @@ def note(workdir: Path, message: Message) -> None:
     try:
         message.write(workdir)
     except OSError as error:
-        say(f"warning: {message.FILE} is not written: {error}")
+        say(f"warning: {message.FILE} could not be written: {error}")
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Whether memory ran out, also outside of torch's allocator."""
+    """Whether memory ran out, in torch's allocator or outside of it."""
     words = str(error).lower()
     short = any(all(part in words for part in parts) for parts in SHORT_OF_MEMORY)
     return isinstance(error, torch.OutOfMemoryError) or short
 
 
 def imported(config: JobConfig) -> Callable[[Session], Experiment]:
-    """The class of an experiment."""
     trainer: Callable[[Session], Experiment] = named(cast(ExperimentConfig, config).trainer)
     return trainer
 

@@ -15,19 +15,17 @@ class Stall:
     """How long the newest save of a phase delayed training."""
 
     def __init__(self) -> None:
-        self._busy = False  # whether a save was on its way since the last stretch
+        self._busy = False  # whether a save was being written since the last stretch of steps
         self._blocked_s = 0.0
         self._beside = [0.0, 0]  # [seconds, steps] since that save began
-        self._alone = [0.0, 0]  # the same since the phase began, without saves
+        self._alone = [0.0, 0]  # the same since the phase began, for steps without a save
 
     def begin(self, blocked_s: float) -> None:
         """Notes that a save begins, for which training waited `blocked_s`."""
         self._busy, self._blocked_s, self._beside = True, blocked_s, [0.0, 0]
 
     def see(self, step_s: float | None, steps: int, *, busy: bool) -> None:
-        """Notes the end of `steps` steps, each of which took `step_s` (None: not timed). `busy`: a save is on
-        its way.
-        """
+        """Notes the end of `steps` steps of `step_s` each (None: not timed). `busy`: a save is being written."""
         stretch = self._beside if self._busy else self._alone
         stretch[0] += steps * (step_s or 0.0)
         stretch[1] += steps
@@ -52,15 +50,13 @@ class Cadence:
     """
 
     def __init__(self, session: Session, *, improvements: bool, event: Callable[[str], None]) -> None:
-        """`improvements`: whether improvements are saved. `event`: gets a line for each improvement that is not saved,
-        with the reason.
-        """
+        """`improvements`: whether improvements are saved. `event` gets a line for each one that is not saved."""
         self._session, self._improvements, self._event = session, improvements, event
         self._keeps_best = session.config.delivers_best
         self._phase = ""
         self._best = math.inf  # lowest validation loss in this phase with a checkpoint
-        self._to_beat = math.inf  # the same with earlier nodes, wherever the checkpoint is
-        self._wished = False  # whether the supervisor asked for a save that has not begun
+        self._to_beat = math.inf  # the same, but counting earlier nodes too, wherever the checkpoint is
+        self._wished = False  # whether the supervisor has asked for a save that has not begun yet
         self.begin("")
 
     def begin(self, phase: str) -> None:
@@ -79,7 +75,7 @@ class Cadence:
 
     @property
     def best(self) -> float | None:
-        """The validation loss to beat; None: any improves."""
+        """The validation loss to beat; None if any loss improves."""
         return None if self._best == math.inf else self._best
 
     def improve(self, val_loss: float) -> None:
@@ -87,7 +83,7 @@ class Cadence:
         self._best = min(self._best, val_loss)
 
     def recall(self) -> None:
-        """Forgets losses whose checkpoint reached no disk."""
+        """Forgets losses whose checkpoint did not reach the disk."""
         saved = self._session.checkpoints.committed.best(self._phase)
         self._best = min(self._to_beat, math.inf if saved is None or saved.val_loss is None else saved.val_loss)
 
@@ -100,7 +96,7 @@ class Cadence:
             return "best"  # the run exports these weights: waiting for the save under way is worthwhile
         if self._session.checkpoints.busy:
             if self._wished:
-                self._event("a save is on its way already")
+                self._event("a save is still being written")
             self._wished = False
             return None
         timed = self._wished or since >= self._session.config.save_interval_s(0.0)

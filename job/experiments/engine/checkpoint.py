@@ -63,11 +63,11 @@ class Checkpoints:
     def __init__(self, folder: Path, *, config_sha256: str, world: World | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.committed = Committed(folder, config_sha256)
-        self.saved_step = -1  # the newest that is committed or being saved
+        self.saved_step = -1  # the newest step that is committed or being saved
         self._folder, self._world = folder, world or World()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._future: Future[Saved] | None = None
-        self._host: dict[str, dict[str, Tensor]] = {}  # kept between saves: pinning memory is slow
+        self._host: dict[str, dict[str, Tensor]] = {}  # kept between saves, because pinning memory is slow
         self._room: Future[None] | None = None  # the thread that prepares this memory
 
     def newest(self) -> Found | None:
@@ -106,7 +106,7 @@ class Checkpoints:
         if self._world.is_saving and (cause := _failure(checkpoint.path, state)) is not None:
             own = isinstance(cause, OSError | MemoryError | torch.AcceleratorError | torch.OutOfMemoryError)
             if own and not isinstance(cause, FileNotFoundError):
-                raise cause  # this node's error, which says nothing about the checkpoint
+                raise cause  # an error of this node, which says nothing about the checkpoint
             problem = f"{type(cause).__name__}: {' '.join(str(cause).split())[:100]}"
         problems = [text for text in self._world.every(problem) if text is not None]
         if problems:
@@ -117,17 +117,17 @@ class Checkpoints:
         hand_on((tensor for tensors in state.values() for tensor in tensors.values()), self._world)
 
     def prepare(self, state: State) -> None:
-        """Allocates host memory for saves of `state` while training goes on, so that the first save need not."""
+        """Allocates host memory for saves of `state` while training goes on, which spares the first save the wait."""
         if self._world.is_saving:
             self._room = self._thread.submit(self._make_copies, state)
 
     @property
     def busy(self) -> bool:
-        """Whether a save is on its way."""
+        """Whether a save is being written."""
         return self._future is not None and not self._future.done()
 
     def save(self, state: State, commit: Commit, progress: dict[str, Any]) -> list[Saved]:
-        """Starts a save, after the save on its way has ended. Returns the saves that ended meanwhile, and this save if
+        """Starts a save, after the previous save has ended. Returns the saves that have ended by then, and this save if
         it cannot even begin. The caller may go on training once the method returns. Every rank calls it at the same
         step.
         """
@@ -156,7 +156,7 @@ class Checkpoints:
         return [] if self._future is None or self.busy else self.wait()
 
     def wait(self) -> list[Saved]:
-        """Waits until no save is on its way; returns the saves that ended."""
+        """Waits until no save is being written; returns the saves that have ended."""
         if self._future is None:
             return []
         future, self._future = self._future, None
@@ -186,7 +186,7 @@ class Checkpoints:
             torch.cuda.synchronize()
 
     def _roomy(self) -> None:
-        """Waits for the memory being allocated."""
+        """Waits until `prepare` has allocated its memory."""
         if self._room is not None:
             room, self._room = self._room, None
             room.result()
@@ -232,8 +232,8 @@ class Checkpoints:
         )
 
     def _make_way(self, path: Path, size: int) -> str | None:
-        """Why there is no room for a save of `size` bytes; None if there is, after pruning if needed. Removes an
-        earlier attempt's torn folder at `path` now, because later ranks would be writing in this folder.
+        """Why there is no room for a save of `size` bytes; None if there is, after pruning if needed. An earlier
+        attempt's torn folder at `path` is removed now, because later ranks may already be writing there.
         """
         shutil.rmtree(path, ignore_errors=True)
         for keep in (KEEP, 1):
@@ -248,9 +248,7 @@ class Checkpoints:
 
 
 def all_finite(state: State) -> Tensor:
-    """Whether all numbers of this rank's part are finite: a scalar bool on the rank's device. Nothing waits for the
-    result here.
-    """
+    """Whether all numbers of this rank's part are finite: a scalar bool on the device. Nothing waits for it here."""
     parts = [local(tensor) for tensors in state.values() for tensor in tensors.values()]
     ends = [end for part in parts if part.is_floating_point() and part.numel() for end in part.aminmax()]
     return torch.stack([end.float() for end in ends]).isfinite().all()  # a NaN is both minimum and maximum
@@ -281,7 +279,7 @@ def _failure(path: Path, state: State) -> BaseException | None:
     """Reads a checkpoint's tensors into `state`. Returns the error, if any."""
     reader = FileSystemReader(path)
     try:
-        reader.read_metadata()  # `load` takes any error there for a missing file
+        reader.read_metadata()  # `load` reports any error of this call as a missing file
     except Exception as error:  # noqa: BLE001 - unpickling raises anything
         return error
     try:

@@ -61,7 +61,7 @@ class Committed:
         return max(self, key=lambda checkpoint: checkpoint.step, default=None)
 
     def best(self, phase: str) -> Found | None:
-        """The lowest validation loss of a phase, the oldest of equals; None without an evaluation."""
+        """The lowest validation loss of a phase, the oldest of equals; None if nothing was evaluated."""
         return _best(self, phase)
 
     def add(self, path: Path, commit: Commit, progress: dict[str, Any]) -> None:
@@ -69,12 +69,10 @@ class Committed:
         atomic.write_json(path / PROGRESS, progress)
         files = tuple((file.name, file.stat().st_size) for file in sorted(path.iterdir()))
         atomic.write_json(path / COMMIT, replace(commit, files=files).to_json())
-        atomic.sync_folder(self._folder)  # a run on one's own machine resumes from its disk
+        atomic.sync_folder(self._folder)  # a run on the user's own machine resumes from its disk
 
     def evaluated(self, step: int, val_loss: float) -> None:
-        """Adds to the checkpoint of `step` a validation loss that was not known when the checkpoint was saved. Raises
-        OSError.
-        """
+        """Adds to the checkpoint of `step` a validation loss that became known after the save. Raises OSError."""
         for checkpoint in self:
             if checkpoint.step == step:
                 atomic.write_json(checkpoint.path / COMMIT, replace(checkpoint.commit, val_loss=val_loss).to_json())
@@ -102,9 +100,9 @@ class Committed:
         return good
 
     def prune(self, keep: int) -> None:
-        """Removes all checkpoints except the newest `keep`, the best of the newest checkpoint's phase, and a checkpoint
-        being uploaded. A checkpoint that has lost a file does not count any more; checkpoints that the disk cannot
-        remove stay.
+        """Removes all checkpoints except the newest `keep`, the best of the newest checkpoint's phase, and one that is
+        being uploaded. A checkpoint that has lost a file no longer counts; checkpoints that the disk cannot remove
+        stay.
         """
         there = list(self)
         best = _best(there, there[-1].commit.phase) if there else None

@@ -32,17 +32,15 @@ HIT, MISS, UNCACHEABLE = "fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cac
 
 
 class CompileCache:
-    """The compiled graphs of one phase. Make this object before the phase's first step, because it loads an earlier
-    start's graphs.
-    """
+    """The compiled graphs of one phase. Make this object before the first step: it loads an earlier start's graphs."""
 
     def __init__(self, session: Session, phase: Phase, rung: Rung) -> None:
         self._session, self._phase = session, phase
         self._path = session.workdir / GRAPHS / name(session, phase, rung)
         self._held: set[tuple[str, str]] = set()  # the file's content, by torch's kinds and keys
         self._graphs, self._cached, self._total_s = 0, 0, 0.0
-        CacheArtifactManager.clear()  # removes other phases' graphs; torch has no public way
-        # A growth's check sets "highest", a start sets nothing: the two give the same products, but torch hashes them
+        CacheArtifactManager.clear()  # removes graphs of other phases; torch has no public function for that
+        # A growth's check sets "highest", a start sets nothing: both give the same products, but torch hashes them
         # differently.
         torch.set_float32_matmul_precision(torch.get_float32_matmul_precision())
         began = time.perf_counter()
@@ -50,8 +48,8 @@ class CompileCache:
         self._counts, self._compiled_s = _counts(), _compiled_s() - (time.perf_counter() - began)
 
     def keep(self) -> str | None:
-        """A line about graphs compiled since the last call; None without any. Writes new graphs into the file; a full
-        disk only loses the file. The call is cheap enough for every step.
+        """A line about graphs that were compiled since the last call; None if there were none. Writes new graphs into
+        the file; a full disk only loses the file. The call is cheap enough for every step.
         """
         new = _counts() - self._counts
         if not new:
@@ -69,7 +67,7 @@ class CompileCache:
         return f"compiled in {seconds:.1f} s{source}"
 
     def _load(self) -> None:
-        """Loads the file; one that is damaged or foreign only costs a message."""
+        """Loads the file; a damaged or foreign one only costs a message."""
         try:
             content = self._path.read_bytes()
         except OSError:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from gpufleet.job.experiments.engine.experiment import Micro
 
-# Steps that are launched kernel by kernel first: they compile, plan attention and allocate workspaces, which no graph
-# can hold.
+# The first steps are launched kernel by kernel: they compile, plan attention and allocate workspaces, which a graph
+# cannot contain.
 LAUNCHED_FIRST = 2
-SAME = 1e-3  # relative: the largest difference between both, because some sums have no fixed order on a GPU
+SAME = 1e-3  # the largest relative difference between the two, because some sums have no fixed order on a GPU
 
 
 class StepSums(NamedTuple):
@@ -78,7 +78,7 @@ class RecordedPasses:
 
     def __init__(self, recorder: Recorder, parameters: Sequence[nn.Parameter], say: Callable[[str], None]) -> None:
         self._recorder, self._parameters, self._say = recorder, parameters, say
-        self._shapes: Any = None  # of the batch that the buffers hold
+        self._shapes: Any = None  # shapes of the batch that the buffers hold
         self._micros: list[Micro] = []  # the buffers
         self._launched = 0  # steps with these shapes
         self._refused = False
@@ -88,11 +88,11 @@ class RecordedPasses:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the next step of these shapes is a graph's."""
+        """Whether the next step of these shapes runs as a graph."""
         return self._replay is not None
 
     def run(self, passes: Passes, micros: Sequence[Micro]) -> StepSums:
-        """The sums of `passes` over `micros`; the parameters, which have no gradients before, have this step's."""
+        """The sums of `passes` over `micros`. The parameters have no gradients before, and this step's afterwards."""
         if (shapes := [_shape(micro) for micro in micros]) != self._shapes:
             self.drop()
             self._shapes, self._launched, self._refused = shapes, 0, False
@@ -120,8 +120,8 @@ class RecordedPasses:
         self._shapes = None
 
     def _record(self, passes: Passes, launched: StepSums) -> bool:
-        """Records the passes over the buffers, whose batch was `launched`. False if they cannot be recorded, or give
-        something else; the gradients are the launched ones then.
+        """Records the passes over the buffers, whose batch was `launched`. Returns False if they cannot be recorded or
+        give another result; the gradients are then those of the launched passes.
         """
         loss, norms = launched.loss.clone(), self._norms()
         self._take()
@@ -152,7 +152,7 @@ class RecordedPasses:
 
 
 def _shape(micro: Micro) -> Any:
-    """What a graph's buffers depend on."""
+    """The properties on which a graph's buffers depend."""
     inputs = [
         (argument.shape, argument.stride(), argument.dtype) if isinstance(argument, Tensor) else argument
         for argument in micro.inputs
@@ -161,7 +161,7 @@ def _shape(micro: Micro) -> Any:
 
 
 def _buffer(micro: Micro) -> Micro:
-    """The micro-batch with tensors of its own, of the same strides: compiled code depends on them."""
+    """The micro-batch with tensors of its own, of the same strides, because compiled code depends on these."""
 
     def own(argument: Any) -> Any:
         if not isinstance(argument, Tensor):

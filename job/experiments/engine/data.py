@@ -31,7 +31,7 @@ class Part(NamedTuple):
     """One micro-batch of this rank."""
 
     rows: range  # places in the global batch
-    missing: int  # how many rows without targets to add after the part's own rows
+    missing: int  # how many rows without targets follow the part's own rows
 
 
 def split(total: int, world: World, micro: int) -> list[Part]:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-# By torch's exact name, because a chip's boards differ; a board that is not listed has no MFU. Dense bf16 TFLOP/s, GB/s
-# and GB of memory, NVIDIA data sheets, 2026-11; A10G: AWS's own (the A10 has 125); B200: HGX table.
+# By torch's exact name, because boards of one chip differ; a board that is not listed has no MFU. Dense bf16 TFLOP/s,
+# GB/s and GB of memory, NVIDIA data sheets, 2026-11; A10G: AWS's own figures (the A10 has 125); B200: HGX table.
 DATA_SHEETS: dict[str, tuple[float, float, float]] = {
     "NVIDIA A10G": (70, 600, 24),
     "NVIDIA L4": (121, 300, 24),
@@ -51,7 +51,7 @@ class PeerRefusedError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """The device that was found. Memory is in GB (1e9 bytes); `peak_tflops` None: unknown, so there is no MFU."""
+    """The device that was found. Memory is in GB (1e9 bytes). `peak_tflops` None means unknown, so there is no MFU."""
 
     torch: torch.device
     name: str
@@ -110,7 +110,7 @@ class Device:
 
 
 def choose(wanted: str, *, bf16: bool, local_rank: int = 0) -> Device:
-    """This rank's device of the kind in the run config: never a silent CPU run, never an emulated bf16. Raises
+    """This rank's device, of the kind in the run config: it never falls back to a CPU or to an emulated bf16. Raises
     DeviceRefusedError, and NodeRefusedError if CUDA does not start, which can happen although nvidia-smi lists GPUs.
     """
     if wanted == "cpu":
@@ -139,7 +139,7 @@ def require_cuda() -> None:
     """Raises NodeRefusedError if there is no CUDA device."""
     if not torch.cuda.is_available():
         raise NodeRefusedError(
-            "the run config says device: cuda and there is no CUDA device: check the instance type and the driver, or "
+            "the run config says device: cuda, but there is no CUDA device: check the instance type and the driver, or "
             "set job.parameters.device: cpu"
         )
 
@@ -167,7 +167,7 @@ def peak_tflops(name: str) -> float | None:
 
 
 def bandwidth_gb_s(name: str) -> float | None:
-    """GB/s of the GPU's own memory; None without a known data sheet."""
+    """GB/s of the GPU's own memory; None if no data sheet is known."""
     return DATA_SHEETS[name][1] if name in DATA_SHEETS else None
 
 
@@ -209,7 +209,7 @@ def _keep_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(M_MMAP_MAX, 0)  # no tensor gets its own mapping, which would be unmapped with the tensor
+        mallopt(M_MMAP_MAX, 0)  # no tensor gets a mapping of its own, which would be unmapped with the tensor
         mallopt(M_TRIM_THRESHOLD, -1)  # the heap never shrinks
 
 

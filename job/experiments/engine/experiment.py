@@ -24,7 +24,7 @@ from gpufleet.job.experiments.spec import ExperimentConfig
 from gpufleet.job.kind.common import PhaseSize, Rung
 
 IGNORED = -100  # a target that the loss ignores, as in F.cross_entropy
-SPOKEN_S = 60.0  # between two lines of an evaluation: a trainer that is silent for long counts as stuck
+SPOKEN_S = 60.0  # seconds between two lines of an evaluation: a trainer that is silent for long counts as stuck
 
 
 class Stopped(Exception):
@@ -36,7 +36,7 @@ class Stopped(Exception):
 
 
 class LostError(ValueError):
-    """The current weights are beyond repair; an earlier checkpoint's may be good."""
+    """The current weights are beyond repair; an earlier checkpoint may be good."""
 
 
 class LossNotFiniteError(LostError):
@@ -63,7 +63,7 @@ class Micro(NamedTuple):
     """One forward and backward pass: `module(*inputs)`."""
 
     inputs: tuple[Any, ...]  # tensors, and constants, of which each value has its own graph
-    tokens: int  # over which the loss is summed
+    tokens: int  # tokens over which the loss is summed
     place: int = 0  # the place of the micro-batch's first row in the global batch; (seed, step, place) seeds dropout
 
 
@@ -78,9 +78,7 @@ class Work(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The weights after `step` steps. `val_loss`: the loss of exactly these weights, None if they were not
-    evaluated.
-    """
+    """The weights after `step` steps. `val_loss`: the loss of exactly these weights; None if not evaluated."""
 
     step: int
     val_loss: float | None
@@ -96,7 +94,7 @@ class Phase:
     steps: int
     flops_per_token: float  # training, forward and backward
     tokens_per_step: int  # in the global batch, for tok/s and MFU
-    validation: str | None = "val"  # the console's name for its validation figure; None: no data are held out
+    validation: str | None = "val"  # the console's name for its validation figure; None if no data are held out
 
     @classmethod
     def from_size(cls, size: PhaseSize, *, index: int = 0, first: int = 0, steps: int | None = None) -> Phase:
@@ -178,7 +176,8 @@ class Experiment(ABC):
     progress: dict[str, Any]
     outcome: Mapping[str, Any] = MappingProxyType({})  # the loop's result, for results.json and final/meta.json
     aux_weight: float = 0.0  # the weight of aux_loss in the objective
-    saves_improvements: bool = True  # each improvement at exactly its step; False: only by cadence and stops
+    # whether each improvement is saved at exactly its step; else only the cadence and stops save
+    saves_improvements: bool = True
 
     @abstractmethod
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
@@ -210,14 +209,14 @@ class Experiment(ABC):
         return step == phase.last or (evaluation is not None and (step - phase.first) % evaluation.every == 0)
 
     def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float | None:
-        """The val_loss to log after `step` steps: `measure`, and whatever else the experiment computes and keeps.
-        Raises Stopped like `measure`: the next start repeats it.
+        """The val_loss to log after `step` steps. Calls `measure`, and computes and keeps whatever else the experiment
+        needs. Raises Stopped like `measure`: the next start repeats it.
         """
         return self.measure(phase, module, rung)
 
     @torch.no_grad()
     def measure(self, phase: Phase, module: nn.Module, rung: Rung) -> float | None:
-        """The validation loss, lower is better, the same on every rank. The method has no side effect. The default is
+        """The validation loss: lower is better, and it is the same on every rank. Has no side effect. The default is
         the mean loss in nats per token. None if the phase holds no data out. Raises Stopped on all ranks together if a
         stop comes first.
         """
@@ -240,15 +239,15 @@ class Experiment(ABC):
         return state
 
     def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
-        """The figures for metrics.jsonl from `aux`; called when a step is logged. Waits."""
+        """The figures for metrics.jsonl from `aux`, when a step is logged. Waits for the device."""
         return {name: [round(x, 4) for x in tensor.flatten().tolist()] for name, tensor in aux.items()}
 
     def stop_early(self, phase: Phase, step: int, val_loss: float | None) -> str | None:
-        """Called after each evaluation: why the phase is done now; None if the phase goes on."""
+        """Why the phase ends now; None if it goes on. Called after each evaluation."""
         return None
 
     def requires(self, phase: Phase) -> tuple[str, ...]:
-        """Files that a resume from a checkpoint of this phase does not make again, as paths of the work folder."""
+        """Files that a resume from a checkpoint of this phase cannot make again, as paths of the work folder."""
         return ()
 
     @abstractmethod
@@ -258,7 +257,7 @@ class Experiment(ABC):
         """
 
     def cut(self, step: int, weights: Weights) -> None:  # noqa: B027 - may be nothing
-        """Writes what a run leaves that a limit ends after `step` steps; the module holds `weights`."""
+        """Writes the files of a run that a limit ends after `step` steps; the module holds `weights`."""
 
     @abstractmethod
     def finish(self) -> None:

@@ -31,9 +31,7 @@ def export(folder: Path, module: nn.Module, meta: dict[str, Any]) -> None:
 
 
 def begin(folder: Path) -> None:
-    """Makes room for an export. Removes meta.json first: new weights must never lie beside the meta file of old
-    weights.
-    """
+    """Makes room for an export. Removes meta.json first: new weights must never lie beside an old meta file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / META).unlink(missing_ok=True)
 
@@ -77,7 +75,7 @@ def deliver(experiment: Experiment, phase: Phase, module: nn.Module, last: Weigh
     which = "the last" if weights.step == last.step else f"the best evaluated; the last: {_said(last)}"
     session.say(f"delivered: {_said(weights)}, {which}")
     if lowest is not None and val_loss(lowest) < val_loss(weights):
-        why = "has no checkpoint on this disk" if asked else "is better and not asked for (deliver)"
+        why = "has no checkpoint on this disk" if asked else "is better, but `deliver` does not ask for it"
         session.say(f"the best evaluation, {lowest.val_loss:.4f} at step {lowest.step}, {why}")
     candidates = {"last": last._asdict(), "best": None if lowest is None else lowest._asdict()}
     experiment.outcome = {"delivered": {"choice": "best" if asked else "last", **weights._asdict(), **candidates}}

@@ -14,11 +14,11 @@ from gpufleet.job.experiments.engine.device import Device
 from gpufleet.job.experiments.engine.experiment import LostError
 from gpufleet.job.kind import Guard
 
-# The level is the upper tenth of a window, the lowest of any window: one step in ten may hold a hard row (2 % of rows,
-# four a step) without raising it. Ten losses in a row far above it hardly ever come in 20,000 healthy steps
+# The level is the upper tenth of a window, the lowest of all windows: one step in ten may hold a hard row (2 % of rows,
+# four a step) without raising it. Ten losses in a row far above the level hardly ever occur in 20,000 healthy steps
 # (bench/results/guard.md). A level needs at least LEAST losses.
 UPPER, LEAST = 0.9, 20
-WORSE = 1.1  # times the phase's best evaluation: a loss below is in range, even a phase's second
+WORSE = 1.1  # a loss below this multiple of the phase's best evaluation is in range, even a phase's second one
 
 # Thresholds for warnings: beyond a threshold a run costs more than its bill predicts, or is about to fail.
 UTILIZATION, MEMORY, PACE, MFU = 80.0, 0.95, 0.6, 0.6
@@ -63,8 +63,8 @@ class SpikeGuard:
         return self._above > 0
 
     def see(self, loss: float, step: int, val_loss: float | None = None) -> bool:
-        """Takes a logged loss, with the evaluation of the same step if there was one. True if losses have been out of
-        range for so long that `judge` needs the validation loss.
+        """Takes a logged loss, with the evaluation of the same step if there was one. Returns True if losses have been
+        out of range for so long that `judge` needs the validation loss.
         """
         above = self._level is not None and loss > self._level + self._config.rise
         self._window.append(loss)
@@ -80,7 +80,7 @@ class SpikeGuard:
         return self._above >= self._config.in_a_row
 
     def judge(self, val_loss: float | None, step: int) -> str | None:
-        """A line that the losses are no divergence; None: too early to tell. Raises LossSpikeError."""
+        """A line that says that the losses are no divergence; None if it is too early. Raises LossSpikeError."""
         assert self._level is not None
         newest = self._window[-1]
         seen = (

@@ -33,12 +33,12 @@ class Journal:
         self.left_out = 0  # tokens of steps that phases skipped by ending early
         wanted = session.device.is_cuda and session.world.first
         self._gpus = Sampler(gpus=session.world.ranks_per_node) if wanted else None
-        self._events: list[str] = []  # this and the two below are for the next line
+        self._events: list[str] = []  # this and the two below wait for the next line
         self._saves: list[Save] = []
         self._resumed: int | None = None
         self._thresholds: dict[str, Thresholds] = {}
         self._scalars: Scalars | None = None
-        self._lost: set[str] = set()  # files that could not be written, of which a warning has been printed
+        self._lost: set[str] = set()  # files that could not be written and were reported
 
     def open(self, step: int) -> None:
         """Continues after `step`; lines of later steps will be repeated. Raises ValueError."""
@@ -158,12 +158,12 @@ class Journal:
         """The GPUs' figures from the driver. An Xid error is an event too."""
         figures = {} if self._gpus is None else self._gpus.figures()
         if (xid := figures.get("gpu_xid")) is not None:
-            self.event(f"warning: the GPU's driver told Xid {xid:.0f}", aloud=True)
+            self.event(f"warning: the GPU's driver reports Xid {xid:.0f}", aloud=True)
         return figures
 
     def evaluated(self, step: int, val_loss: float) -> None:
-        """Adds the evaluation of a step whose line is written already."""
-        self._session.say(f"evaluated at {step}, where a stop had come first: {val_loss:.4f}")
+        """Adds the evaluation of a step whose line is already written."""
+        self._session.say(f"evaluated at step {step}, which an earlier stop had prevented: {val_loss:.4f}")
         if not self._session.world.first:
             return
         with self._on_any_disk(METRICS):
@@ -204,9 +204,7 @@ FLUSH_S = 30
 
 
 class Scalars:
-    """The event file of this start; TensorBoard hides what an earlier start wrote beyond `step`. Raises ValueError
-    without tensorboard.
-    """
+    """The event file of this start; it hides what earlier starts wrote beyond `step`. Raises ValueError."""
 
     def __init__(self, workdir: Path, step: int) -> None:
         try:

@@ -55,10 +55,10 @@ class Loop:
         self.session, self.config, self.experiment = session, session.config, experiment
         self.world = session.world
         self.step = 0  # steps done
-        self.val_loss: float | None = None  # the newest
-        self._lowest: Weights | None = None  # among this phase's evaluations
+        self.val_loss: float | None = None  # the newest validation loss
+        self._lowest: Weights | None = None  # the best of this phase's evaluations
         self._at: tuple[Phase, nn.Module] | None = None  # the phase and model being trained
-        self._delivered: Weights | None = None  # the module's weights once the module's training is over
+        self._delivered: Weights | None = None  # the module's weights, once its training is over
         self._ended: str | None = None  # why this phase ends before its last step
         self._unevaluated = False  # whether a stop came before this step's evaluation was over
         inputs = session.inputs if self.world.first else None
@@ -68,19 +68,19 @@ class Loop:
         self._journal = Journal(session, experiment.phases)
         self._cadence = Cadence(session, improvements=experiment.saves_improvements, event=self._journal.event)
         self._guard = SpikeGuard(self.config.guard)
-        self._retries: tuple[Retry, ...] = ()  # in this run so far, on any node
+        self._retries: tuple[Retry, ...] = ()  # retries in this run so far, on any node
         self._judged = False  # whether the guard has seen this step's loss
         self._look = False  # whether a save waits for the next step's loss
         self._finite = torch.ones((), dtype=torch.bool, device=session.device.torch)
-        self._graphs: CompileCache | None = None  # of this phase, if anything is compiled
+        self._graphs: CompileCache | None = None  # the graphs of this phase, if anything is compiled
 
     @cached_property
     def _manifest(self) -> DatasetManifest:
-        return read_manifest(self.session.data)  # only where something trains: else there is no dataset
+        return read_manifest(self.session.data)  # only a training job asks this: others may have no dataset
 
     def run(self) -> bool:
-        """Trains to the end. Returns False if training diverged; another loop must then resume from the checkpoint
-        before.
+        """Trains to the end. Returns False if training diverged: another loop must resume from an earlier
+        checkpoint.
         """
         try:
             with device.settings(self.session.device):
@@ -193,7 +193,8 @@ class Loop:
         rung = rungs.choose(self.session, phase)
         if checkpoint is not None and self._phase_ended(phase):
             self.session.checkpoints.load(checkpoint, {"model": self.experiment.weights(module)})
-            self._make_up(phase, module, rung, checkpoint.val_loss)  # the loss below may be kept under it: never twice
+            # the loss below may be stored under that evaluation, so it is never computed twice
+            self._make_up(phase, module, rung, checkpoint.val_loss)
             return
         opt = self.experiment.optimizer(phase, module)
         self.session.checkpoints.release()
@@ -226,7 +227,7 @@ class Loop:
                 due, stop = self.world.agree((self._due(phase, val_loss), self._stop()))
                 self._look = due is not None and not self._judged
                 if due is not None and not self._look:
-                    self._clock.settle()  # the device's work from earlier steps is not the save's
+                    self._clock.settle()  # unfinished work of earlier steps is not part of the save
                     with self._cadence.saving():
                         self._save(phase, state, due, val_loss if due == "best" else None)
                         if self.config.waits_for_saves():
@@ -311,12 +312,10 @@ class Loop:
         return lr * factor
 
     def _evaluate(self, phase: Phase, module: nn.Module, rung: Rung, known: float | None = None) -> float | None:
-        """Returns the validation loss after this step, or the `known` one. Returns None without held-out data, or after
-        a stop.
-        """
+        """The validation loss after this step, or the `known` one. None if no data are held out, or after a stop."""
         try:
             val_loss = self.experiment.evaluate(phase, self.step, module, rung) if known is None else known
-        except Stopped:  # saves and stops like any stop within a step
+        except Stopped:  # the step saves and stops as after any stop request
             self._unevaluated = True
             return None
         self._unevaluated = False
@@ -330,16 +329,16 @@ class Loop:
         return val_loss
 
     def _make_up(self, phase: Phase, module: nn.Module, rung: Rung, known: float | None = None) -> None:
-        """Repeats the evaluation that was under way when the start before was stopped, if there was one. The
-        evaluation's loss is written into that step's checkpoint on this disk, and into that step's line of
-        metrics.jsonl. `known` is the loss if a start in between has computed it.
+        """Repeats the evaluation during which the previous start was stopped, if there was one. Its loss is written
+        into that step's checkpoint on this disk, and into that step's line of metrics.jsonl. `known` is the loss if a
+        start in between has computed it.
         """
         if not self._unevaluated:
             return
         val_loss = self._evaluate(phase, module, rung, known)
         if val_loss is not None:
             if self.world.first:
-                with suppress(OSError):  # a full disk; the next improvement is then saved as if this one had not been
+                with suppress(OSError):  # a full disk; the next improvement is then saved as if this one did not exist
                     self.session.checkpoints.committed.evaluated(self.step, val_loss)
             self._cadence.recall()
             self._guard.evaluated(val_loss)
@@ -347,7 +346,7 @@ class Loop:
         self._handle_stop(phase, None, self.world.agree(self._stop()))
 
     def _read_back(self, result: step.StepResult) -> dict[str, Any]:
-        """Returns the figures for the log, summed over all ranks. It waits until the device has computed them."""
+        """The figures for the log, summed over all ranks. Waits until the device has computed them."""
         aux = {name: self.world.sum(figure) for name, figure in result.aux.items()}
         return {
             "loss": self.world.sum(result.loss).item(),
@@ -356,9 +355,9 @@ class Loop:
         }
 
     def _due(self, phase: Phase, val_loss: float | None) -> Reason | None:
-        """Returns the reason why this step is to be saved, or None if it is not. A step without a logged loss waits for
-        the next step that has one, because a save during a divergence would push out earlier checkpoints. An
-        improvement does not wait, because its weights are better.
+        """The reason why this step is to be saved; None if it is not. A step without a logged loss waits for the next
+        step that has one, because a save during a divergence would push out earlier checkpoints. An improvement does
+        not wait, because its weights are better.
         """
         if not self.world.first or self._phase_ended(phase):
             return None
@@ -366,12 +365,12 @@ class Loop:
         return None if self._guard.suspicious else due
 
     def _save(self, phase: Phase, state: State, reason: Reason, val_loss: float | None) -> None:
-        """Starts a save of this step, unless the step is saved already."""
+        """Starts a save of this step, unless it is saved already."""
         checkpoints = self.session.checkpoints
-        self._note(checkpoints.wait())  # the save on its way, perhaps of this step, may fail
+        self._note(checkpoints.wait())  # the save that is still being written, perhaps of this step, may fail
         if self.world.agree(checkpoints.saved_step == self.step):
             return
-        self._finite &= all_finite(state)  # this step's update: its loss was computed with the weights before
+        self._finite &= all_finite(state)  # this step's update: its loss was computed with the weights before it
         self._require_finite()
         if val_loss is not None:
             self._cadence.improve(val_loss)
@@ -450,6 +449,6 @@ class Loop:
             subject = f"the validation loss is {val_loss}, which is"
         saved = self.session.checkpoints.saved_step
         before = f"the checkpoint of step {saved} is from before, and finite" if saved >= 0 else "nothing is saved yet"
-        if saved == self.step:  # the repeated evaluation comes late: the weights are saved already
+        if saved == self.step:  # if the repeated evaluation comes late, the weights are already saved
             before = f"the checkpoint of step {saved} holds these very weights, finite themselves"
         raise LossNotFiniteError(f"{subject} not finite at step {self.step}; {before}")

@@ -54,16 +54,14 @@ class StepClock:
         self.full += full
 
     def settle(self) -> None:
-        """Waits for the device before something other than a step waits for it, so that unfinished work of the steps
-        counts as theirs.
-        """
+        """Waits for the device before something else does, so that unfinished work of the steps counts as theirs."""
         began = self._clock()
         self._synchronize()
         if self.steps:
             self._seconds += self._clock() - began
 
     def read(self) -> float | None:
-        """Seconds per step since the last reading; None within the warm-up."""
+        """Seconds per step since the last reading; None during the warm-up."""
         seconds, steps = self._seconds, self.steps
         self._seconds, self.steps, self.full = 0.0, 0, 0.0
         return seconds / steps if steps else None
@@ -79,7 +77,7 @@ class OwnTime:
         self._is_cuda = device.type == "cuda"
         self._began, self._open = 0.0, list[tuple[torch.cuda.Event, torch.cuda.Event]]()
         self._begun: torch.cuda.Event | None = None
-        self.seconds = 0.0  # of the newest step with a known time; 0: none
+        self.seconds = 0.0  # the newest step's seconds, if known; 0 if none is known
 
     def begin(self) -> None:
         """Notes that a step begins."""
@@ -135,7 +133,7 @@ class MetricsFile:
 
     def records(self, phase: str | None = None) -> list[dict[str, Any]]:
         """Every line, or the lines of one phase. A torn line that a kill left, and that `resume` could not remove from
-        a full disk, is skipped: it must not fail the run at a phase's end.
+        a full disk, is skipped, so that it does not fail the run at a phase's end.
         """
         if not self.path.exists():
             return []
@@ -144,8 +142,8 @@ class MetricsFile:
 
 
 def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """The figures of one phase's lines of metrics.jsonl, by the bill's names: medians, memory's peak. None: not timed.
-    A step with fewer rows counts as long as a full one.
+    """The figures of one phase's lines of metrics.jsonl, by the bill's names: medians, and the peak of memory. None if
+    not timed. A step with fewer rows counts as long as a full one.
     """
 
     def middle(values: Iterable[float | None]) -> float | None:
@@ -162,7 +160,7 @@ def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConsoleLine:
-    """The console line. `None` prints as a dash: there is no figure (yet)."""
+    """The console line. `None` is printed as a dash: there is no figure (yet)."""
 
     step: int
     steps: int
@@ -198,7 +196,7 @@ class ConsoleLine:
 
 
 def shown(value: float | None, form: str) -> str:
-    """The figure as text; a dash without one."""
+    """The figure as text; a dash if there is none."""
     return "-" if value is None else format(value, form)
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 2048
-# of the table, int64: four addresses, number of elements, the parameter's first tile and counter
+# columns of the table, int64: four addresses, number of elements, the parameter's first tile and its counter
 COLUMNS = tl.constexpr(7)
 
 
@@ -102,7 +102,6 @@ def _update(table, owner, scale, decay, rate, root, toward1, toward2, eps, ALIGN
 
 @triton.jit
 def _tensor(address, ALIGNED: tl.constexpr):
-    """The bf16 tensor at that address."""
     pointer = tl.load(address).to(tl.pointer_type(tl.bfloat16))
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 

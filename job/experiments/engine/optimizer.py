@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from gpufleet.job.experiments.engine import parallel
 
-KEYS = (1 << 62) - 1  # fits int64 with an element's number added
+KEYS = (1 << 62) - 1  # fits int64 even with an element's number added
 Tensors = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]  # weights, first and second moments
 
 
@@ -36,9 +36,7 @@ class Moments(Protocol):
 
 
 def make(groups: Iterable[dict[str, Any]], config: Moments, *, seed: int) -> Optimizer:
-    """The optimizer for the parameters of `groups`, chosen by their dtype. Its moments exist from the start,
-    as zeros.
-    """
+    """The optimizer for the parameters of `groups`, chosen by their dtype. Its moments exist at once, as zeros."""
     groups = [group for group in groups if group["params"]]
     betas = (config.betas[0], config.betas[1])
     dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
@@ -67,7 +65,7 @@ def groups(module: nn.Module, decays: Callable[[str], bool], weight_decay: float
 
 
 def moments(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's moment tensors by kind and parameter name, which a checkpoint holds beside the weights."""
+    """The optimizer's moment tensors by kind and parameter name; a checkpoint holds them beside the weights."""
     by_kind: dict[str, dict[str, Tensor]] = {}
     for name, parameter in module.named_parameters():
         for kind, tensor in optimizer.state.get(parameter, {}).items():
@@ -96,7 +94,7 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 
 @torch.no_grad()
 def clip(optimizer: Optimizer, max_norm: float) -> Tensor:
-    """Scales the parameters' gradients down to a global norm of `max_norm` (0: only measures); NarrowAdamW scales them
+    """Scales the parameters' gradients down to a global norm of `max_norm` (0 only measures); NarrowAdamW scales them
     when its next step reads them. Returns the norm before, fp32, on the device. Unlike torch's function, this one sums
     bf16 gradients in fp32.
     """
@@ -214,7 +212,5 @@ def _key(seed: int, step: int, index: int) -> int:
 
 
 def parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """All parameters that the optimizer updates. Walking through the module would take the host longer, at
-    every step.
-    """
+    """All parameters that the optimizer updates. Walking through the module at every step would take longer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -52,7 +52,7 @@ class PackedBatches:
         }
         self.row = self.splits["train"].row
         self.waited_s = 0.0
-        self.longest = min(int(manifest.facts.get("longest", self.row)), self.row)  # tokens of an example, at most
+        self.longest = min(int(manifest.facts.get("longest", self.row)), self.row)  # most tokens of an example
         # In a row: examples, and the pieces of padding at its end. A row of padding alone has one example fewer.
         self._most = int(manifest.facts["most_examples"]) + math.ceil((self.row - 1) / self.longest)
         self._renderer, self._cut = renderer, (manifest.facts["loss_on"], self.longest)
@@ -60,9 +60,7 @@ class PackedBatches:
         self._order = lru_cache(maxsize=2)(order)
 
     def steps(self, per_step: int, epochs: int) -> int:
-        """Optimizer steps that visit every row `epochs` times. A step may reach into the next epoch; the last one may
-        be smaller.
-        """
+        """Optimizer steps that visit every row `epochs` times. A step may span two epochs; the last may be smaller."""
         return math.ceil(epochs * len(self.splits["train"]) / per_step)
 
     def step(self, seed: int, step: int, per_step: int, epochs: int) -> Ids:
@@ -102,7 +100,8 @@ class PackedBatches:
         else:
             tokens[: len(real)], marks[: len(real)] = rows.tokens[real], rows.marks[real]
         targets = np.full_like(tokens, IGNORED)
-        targets[:, :-1] = np.where(marks[:, 1:] & 1, tokens[:, 1:], IGNORED)  # an example's first token never counts
+        # the loss never counts an example's first token
+        targets[:, :-1] = np.where(marks[:, 1:] & 1, tokens[:, 1:], IGNORED)
         documents = marks >> 1
         starts = _starts(documents, self.longest, size * self._most + 1)
         arrays = (torch.from_numpy(a) for a in (tokens, targets, documents, starts))

@@ -56,12 +56,11 @@ class World:
 
     @property
     def first_here(self) -> bool:
-        """Whether this rank writes for its node's supervisor."""
+        """Whether this rank writes the messages for its node's supervisor."""
         return self.local_rank == 0
 
     @property
     def ranks_per_node(self) -> int:
-        """The number of ranks per node."""
         return self.size // self.nodes
 
     @property
@@ -71,7 +70,7 @@ class World:
 
     @property
     def is_saving(self) -> bool:
-        """Whether checkpoints lie on this node's disk."""
+        """Whether checkpoints are on this node's disk."""
         return self.node == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -133,7 +132,7 @@ def expected() -> World:
 
 
 def join(kind: str) -> World:
-    """The run's processes once all have met, on devices of `kind` (cuda or cpu). Raises NodeRefusedError."""
+    """The run's processes, once all have joined, on devices of `kind` (cuda or cpu). Raises NodeRefusedError."""
     named = expected()
     if named.size == 1:
         return World()
@@ -144,16 +143,14 @@ def join(kind: str) -> World:
             # AWS's image has an NCCL plugin for EFA, which a single node lacks: the plugin would fail, or tune NCCL for
             # EFA.
             os.environ.setdefault("NCCL_NET_PLUGIN", "none")
-            # Its container has no other interface, and that image's nccl.conf excludes this one.
+            # The container has no other interface, and the image's nccl.conf excludes this one.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=PATIENCE)
     return meet(kind, local_rank=named.local_rank, nodes=named.nodes)
 
 
 def meet(kind: str, *, local_rank: int, nodes: int = 1) -> World:
-    """The world of the default process group, which must exist: equally many ranks on each node, the ranks of node 0
-    first.
-    """
+    """The world of the existing default process group: equally many ranks per node, node 0's ranks first."""
     rank, size = dist.get_rank(), dist.get_world_size()
     here = size // nodes
     shape, names = ((size,), None) if nodes == 1 else ((nodes, here), ("node", "gpu"))
@@ -245,9 +242,7 @@ def replicate(module: nn.Module, world: World) -> nn.Module:
 
 
 def reduce(parameters: Iterable[nn.Parameter], world: World) -> None:
-    """Sums the gradients of replicated parameters over ranks, with one message per dtype; FSDP2 has summed those of its
-    parameters.
-    """
+    """Sums the gradients of replicated parameters over ranks, one message per dtype; FSDP2 has summed its own."""
     if world.size == 1:
         return
     gradients: dict[torch.dtype, list[Tensor]] = {}
@@ -267,9 +262,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def gather(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Whole tensors in host memory on rank 0, gathered one at a time; an empty result on other ranks. Every rank calls
-    it.
-    """
+    """Whole tensors in host memory on rank 0, gathered one by one; empty on other ranks. Every rank calls it."""
     whole = {}
     for name, tensor in tensors.items():
         full = full_tensor(tensor)

@@ -31,14 +31,14 @@ from gpufleet.job.gpus import ask
 # its 72 W falls to its base clock, 795 of 2040 MHz, in long products (a 70 W T4, likewise sound: 24 of 65 TFLOP/s;
 # NVIDIA's forum, thread 264462).
 MATMUL_SHARE, BANDWIDTH_SHARE = 0.4, 0.4
-POWER_LIMITED = {"NVIDIA L4": 0.2}  # instead of MATMUL_SHARE
-TO_HOST_GB_S = 1.5  # pinned; PCIe 4.0 x8 has 16. below it a checkpoint of 10 GB delays training by 7 s and more
+POWER_LIMITED = {"NVIDIA L4": 0.2}  # replaces MATMUL_SHARE for these GPUs
+TO_HOST_GB_S = 1.5  # pinned memory; PCIe 4.0 x8 has 16. Below this a checkpoint of 10 GB delays training by 7 s or more
 
-# Causes, without hw_slowdown: that is also set while clocks change (NVML reference, 2026-11), as they do during this
+# Causes except hw_slowdown, which is also set while clocks change (NVML reference, 2026-11), as they do during this
 # check.
 CLOCKS = "clocks_event_reasons.hw_power_brake_slowdown,clocks_event_reasons.hw_thermal_slowdown,clocks.sm,clocks.max.sm"
 SMI_S = 20.0
-LIMIT_S = 60.0  # for one rank's measurements, which take some seconds
+LIMIT_S = 60.0  # seconds for one rank's measurements, which take only some
 BEST_OF = 4
 
 
@@ -50,7 +50,7 @@ class Measured:
     matmul_tflops: float
     memory_gb_s: float
     to_host_gb_s: float | None
-    matmul_share: float | None = None  # of the data sheet
+    matmul_share: float | None = None  # share of the data sheet's figure
     matmul_least: float = MATMUL_SHARE  # share of the data sheet's figure below which this kind of GPU is refused
     memory_share: float | None = None
     clock_mhz: int | None = None  # right after the products
@@ -67,14 +67,14 @@ def run(
     say: Callable[[str], None],
     hung: Callable[[str], object],
 ) -> None:
-    """Measures once per attempt; every rank calls it. `gpus`: the number that the run config asks for, None: any.
-    `hung` is called from a thread, with the reason, when this rank's GPU has not answered within LIMIT_S; `hung` ends
+    """Measures once per attempt; every rank calls it. `gpus`: the number that the run config asks for; None for any
+    number. If this rank's GPU has not answered within LIMIT_S, `hung` is called from a thread, with the reason; it ends
     the process, because nothing else can.
 
     Writes preflight.json. Raises NodeRefusedError on every rank of a node if one of them is refused, and
     PeerRefusedError on other nodes, unless the supervisor has written accept.json.
     """
-    if (workdir / PREFLIGHT).exists():  # this is a restart on a lower rung
+    if (workdir / PREFLIGHT).exists():  # this start is a restart on a lower rung
         return
     began = time.perf_counter()
 
@@ -89,7 +89,7 @@ def run(
         try:
             own = measure(device)
             judged = judge(own, gpus=gpus)
-        except RuntimeError as error:  # from CUDA: uncorrectable memory errors, a lost GPU
+        except RuntimeError as error:  # an error of CUDA: uncorrectable memory errors, a lost GPU
             judged = [f"{device.name} fails: {str(error).splitlines()[0]}"]
     by_rank = world.every([{} if own is None else asdict(own), judged])
     findings = [(rank, f"rank {rank}: {text}") for rank, (_, texts) in enumerate(by_rank) for text in texts]
@@ -116,7 +116,7 @@ def run(
     if not problems:
         return
     if world.agree((workdir / ACCEPT).exists()):
-        say(f"warning: this node would be refused, as others were before it; going on: {'; '.join(problems)}")
+        say(f"warning: this node goes on, although others were refused for the same: {'; '.join(problems)}")
         return
     raise (NodeRefusedError if own_problems else PeerRefusedError)("; ".join(problems))
 
@@ -177,9 +177,7 @@ def _limited(give_up: Callable[[], None]) -> Iterator[None]:
 
 
 def parse_clocks(answer: Sequence[Sequence[str]]) -> tuple[int | None, int | None, bool | None]:
-    """(MHz now, MHz at most, slowed down by the hardware) from nvidia-smi's answer; None for a value that the answer
-    lacks.
-    """
+    """(MHz now, MHz at most, slowed down by the hardware) from nvidia-smi's answer; None if a value is missing."""
     words = answer[0] if answer else ()
     if len(words) != 4:
         return None, None, None

@@ -23,7 +23,6 @@ class Requests:
             signal.signal(number, self._on_signal)
 
     def stop(self) -> Stop | None:
-        """The stop request, if there is one."""
         if (self._workdir / STOP).exists():
             return Stop.read(self._workdir) or Stop()  # even if the request is unreadable, somebody wants a stop
         return None if self._signal is None else Stop(reason=self._signal, save=True)

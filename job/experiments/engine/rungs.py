@@ -41,6 +41,9 @@ def choose(session: Session, phase: Phase) -> Rung:
             used.write(session.workdir)
         except OSError as error:
             with suppress(OSError):
-                (session.workdir / RUNG).unlink(missing_ok=True)  # the file may be of another phase
-            session.say(f"warning: rung.json is not written; an out-of-memory goes one rung down: {error}")
+                (session.workdir / RUNG).unlink(missing_ok=True)  # the file may belong to another phase
+            session.say(
+                "warning: rung.json could not be written; if memory runs out, the next start goes a rung lower:"
+                f" {error}"
+            )
     return rung

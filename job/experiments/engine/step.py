@@ -19,7 +19,7 @@ from gpufleet.job.experiments.engine.cuda_graph import CudaRecorder, RecordedPas
 from gpufleet.job.experiments.engine.data import mix
 from gpufleet.job.experiments.engine.experiment import Experiment, ForwardOutput, Micro, Work
 
-GRAPHS = 16  # the most graphs of one phase's block: sizes of micro-batches, training and evaluation, take up to 8
+GRAPHS = 16  # most graphs of one phase's block: sizes of micro-batches, training and evaluation, take up to 8
 
 
 class StepResult(NamedTuple):
@@ -67,9 +67,7 @@ def _passes(
     step: int | None = None,
     before_exchange: Callable[[], None] = lambda: None,
 ) -> StepSums:
-    """Forward and backward over this rank's micro-batches, whose gradients are summed. `step` None: the module draws no
-    random numbers.
-    """
+    """Forward and backward over this rank's micro-batches; sums gradients. `step` None: no random numbers are drawn."""
     loss: Tensor | None = None
     aux: dict[str, Tensor] = {}
     session = experiment.session
@@ -95,7 +93,6 @@ def _passes(
 
 
 def _with_last(micros: Iterable[Micro]) -> Iterator[tuple[Micro, bool]]:
-    """Each micro-batch, and whether it is the last."""
     before: Micro | None = None
     for micro in micros:
         if before is not None:
@@ -109,7 +106,7 @@ def _with_last(micros: Iterable[Micro]) -> Iterator[tuple[Micro, bool]]:
 def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) -> Iterator[bool]:
     """Within the block each block's forward runs compiled on CUDA, if wanted: one graph for all blocks, static shapes,
     without FSDP2's hooks, which no graph can hold. The module's own `loss` is compiled too, so that the passes over the
-    logits become one. Outside, and on a CPU, the module runs as written. Yields whether anything is compiled.
+    logits become one. After the block, and on a CPU, the module runs as written. Yields whether anything is compiled.
     """
     blocks = list(getattr(module, "blocks", ())) if device.type == "cuda" and wanted else []
     if not blocks:
@@ -131,9 +128,7 @@ def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) ->
 def recorded(
     opt: Optimizer, device: torch.device, say: Callable[[str], None], *, wanted: bool = True
 ) -> Iterator[RecordedPasses | None]:
-    """Within the block a phase's passes run as a CUDA graph, if wanted and on CUDA; behind it the graph's memory is
-    free.
-    """
+    """Within the block a phase's passes run as a CUDA graph, if wanted and on CUDA; afterwards its memory is free."""
     if device.type != "cuda" or not wanted:
         yield None
         return

@@ -33,8 +33,8 @@ from gpufleet.job.experiments.models.blocks import Experts, at_least_fp32
 PASS = {torch.float32: 3e-5, torch.float64: 1e-12}  # times max(1, largest logit)
 FAIL = {torch.float32: 1e-2, torch.float64: 1e-9}
 LOSS_LIMIT = 0.01  # nats per token: for padding, and for the cast to bf16
-TIES = 0.25  # of the windows may be left out
-CAPACITIES = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0)  # tried in turn
+TIES = 0.25  # share of the windows that may be left out
+CAPACITIES = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0)  # capacities to try in turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Difference:
     loss_difference: float  # nats per token, new - old
     routing_flips: int  # (token, layer) pairs of the old layers whose set of experts changed
     routings: int
-    ties: int  # windows left out, as above
+    ties: int  # windows that were left out because of ties
     verdict: str  # pass, unclear (between the limits) or fail
 
     @property
@@ -116,7 +116,7 @@ def check_boundary(
         f"{_sentence(d)} {when}" for d, when in ((before, "at once"), (after, "after a round trip")) if not d.passed
     ]
     if not intact:
-        problems.append("the saved file does not hold the weights that were saved")
+        problems.append("the file does not contain the weights that were saved")
     if phase_index == 1 and min(used) * 2 < config.model.experts:
         problems.append(f"only {min(used)} of {config.model.experts} experts are used in a layer")
     # Checked for tokens that are padded on this device; neither difference may be NaN.
@@ -184,9 +184,7 @@ def compare(old: Growth, new: Growth, probe_BT: Tensor) -> Difference:
 
 
 def round_trip(module: Growth, path: Path) -> bool:
-    """Saves the weights, reads them back into the module tensor by tensor, and returns whether every bit is
-    the same.
-    """
+    """Saves the weights, reads them back tensor by tensor, and returns whether every bit is the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
     state = module.state_dict()
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
@@ -210,9 +208,9 @@ def expert_load(module: Growth, probe_BT: Tensor) -> tuple[tuple[int, ...], tupl
 
 
 def fit_capacity(module: Growth, probe_BT: Tensor) -> tuple[float | None, float | None]:
-    """(capacity, loss difference padded - dropless), the capacity raised in steps until the difference is within
-    LOSS_LIMIT. It is raised even if no token is dropped here: the next node's GPU may drop some.
-    (None, None) for a dense model.
+    """(capacity, loss difference padded - dropless), with the capacity raised in steps until the difference is within
+    LOSS_LIMIT. It is raised even if no token is dropped here, because the next node's GPU may drop some. (None, None)
+    for a dense model.
     """
     ffn = module.blocks[0].ffn
     if not isinstance(ffn, Experts):
@@ -222,7 +220,7 @@ def fit_capacity(module: Growth, probe_BT: Tensor) -> tuple[float | None, float 
         dropless = _loss(module(probe_BT).logits, probe_BT)
         for capacity in [c for c in CAPACITIES if c >= least]:
             module.set_dispatch("padded", capacity)
-            module.train()  # only training drops
+            module.train()  # only training drops tokens
             difference = _loss(module(probe_BT).logits, probe_BT) - dropless
             module.eval()
             if abs(difference) <= LOSS_LIMIT:
@@ -304,9 +302,7 @@ def flipped(old: ExpertChoice, new: ExpertChoice) -> Tensor:
 
 
 def tied(layers: list[tuple[ExpertChoice, ExpertChoice]], limit: float) -> bool:
-    """Whether the first layer that routes differently does so only where its logits tie; differences in later layers
-    follow from that.
-    """
+    """Whether the first layer that routes differently does so only where its logits tie; later layers follow it."""
     for old, new in layers:
         flipped_N = flipped(old, new)
         if flipped_N.any():

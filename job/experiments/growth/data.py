@@ -15,7 +15,7 @@ class Stories(PreparedDataset[GrowthConfig]):
     """Windows of tokens."""
 
     def prepare(self, folder: Path, supplied: Given) -> DatasetManifest:
-        from gpufleet.job.experiments.dataset import prepare, sources  # a bill reads no data
+        from gpufleet.job.experiments.dataset import prepare, sources  # imported here: a bill reads no data
 
         config = self.config
         ids = sources.TextTokenizer(
@@ -43,7 +43,7 @@ class Stories(PreparedDataset[GrowthConfig]):
     def differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
         ids, sequence = manifest.facts["tokenizer"]["vocab"], self.config.data.sequence
         if ids > (known := self.config.model.vocab):
-            return f"has {ids} ids, model.vocab is {known}: raise it to {ids} or more, or prepare anew"
+            return f"has {ids} ids, but model.vocab is {known}: raise it to {ids} or more, or prepare again"
         notes = {"validation": " (1 % of the stories)"}
         return too_short(manifest.facts["tokens"], "tokens", sequence + 1, sequence, notes)
 

@@ -20,14 +20,14 @@ State = dict[str, Tensor]
 
 
 def grow(config: GrowthConfig, phase_index: int, state: State, generator: torch.Generator) -> State:
-    """Phase `phase_index`'s starting weights from the end of the one before: 1 adds experts, 2 width and layers."""
+    """The starting weights of a phase, from the end of the phase before: 1 adds experts, 2 width and layers."""
     model = config.model
     if phase_index == 1:
         return upcycle(state, experts=model.experts, router_std=model.router_std, generator=generator)
     if phase_index == 2:
         wide = widen(state, noise=model.symmetry_noise, generator=generator)
         return deepen(wide, new_layers=model.new_layers, router_std=model.router_std, generator=generator)
-    raise ValueError(f"nothing grows into phase {phase_index}; 1 and 2 are grown")
+    raise ValueError(f"phase {phase_index} is not grown; only 1 and 2 are")
 
 
 def upcycle(state: State, *, experts: int, router_std: float, generator: torch.Generator) -> State:

@@ -45,9 +45,10 @@ class GrowthOutput(NamedTuple):
 
     logits: Tensor | None  # [B, T, V] in the compute dtype; only without targets
     loss_sum: Tensor | None  # scalar, fp32 or wider: cross-entropy summed over tokens; only with targets
-    aux_loss: Tensor | None  # scalar: load balance, mean over layers, 1 when even, coefficient left out; dense: None
+    # scalar: load balance, mean over layers, 1 when even, without its coefficient; None in a dense model
+    aux_loss: Tensor | None
     expert_load: Tensor | None  # [L, E] int64: (token, choice) pairs sent to each expert; None in a dense model
-    router_entropy: Tensor | None  # [L] nats, mean over tokens; dense: None
+    router_entropy: Tensor | None  # [L] nats, mean over tokens; None in a dense model
 
     @property
     def aux(self) -> dict[str, Tensor]:
@@ -83,9 +84,7 @@ def build(
 def load(
     config: GrowthConfig, phase_index: int, state: dict[str, Tensor], *, device: torch.device | str = "cpu"
 ) -> Growth:
-    """A model with `state`'s own tensors (moved to `device`, dtype kept). Raises ValueError if the tensors do
-    not fit.
-    """
+    """A model with `state`'s own tensors (moved to `device`, dtype kept). Raises ValueError if they do not fit."""
     module = build(config, phase_index, device="meta")
     try:
         module.load_state_dict({name: tensor.to(device) for name, tensor in state.items()}, assign=True)

@@ -33,9 +33,7 @@ PROBE = 8  # windows of held-out text on which old and new model must agree
 
 
 class TinystoriesGrowth(Experiment):
-    """The experiment with the methods that the training loop calls. It runs in one process: its ladder splits the
-    batch, not the model.
-    """
+    """The experiment for the training loop, in one process: its ladder splits the batch, not the model."""
 
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, GrowthConfig)
@@ -47,13 +45,11 @@ class TinystoriesGrowth(Experiment):
         self.sizes = self.config.phases()
         self.phases = Phase.chain(self.sizes)
         self.progress: dict[str, Any] = {"boundaries": [], "phases": {}, "capacity": {}}
-        self._at: tuple[Phase, growth.Growth] | None = None  # what is trained now
+        self._at: tuple[Phase, growth.Growth] | None = None  # the phase and model that are being trained
         self.probe_BT = next(iter(self.dataset.fixed(PROBE, PROBE, session.world).micros)).inputs[0]
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
-        """Fresh weights, or grown and verified weights. Raises GrowthCheckFailed; its numbers are in
-        growth_report.json.
-        """
+        """Fresh weights, or grown and verified ones. Raises GrowthCheckFailed; growth_report.json has the numbers."""
         device = self.session.device.torch
         self._announce(phase)
         if previous is None:
@@ -114,11 +110,9 @@ class TinystoriesGrowth(Experiment):
         return now
 
     def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
-        """Windows drawn by (seed, step)."""
         return self.dataset.batch(self.config.seed, step, self.config.batch.sequences, rung.micro, self.session.world)
 
     def validation(self, phase: Phase, rung: Rung) -> Work:
-        """Windows of held-out stories."""
         return self.dataset.fixed(self.config.eval.windows, rung.micro, self.session.world)
 
     def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:

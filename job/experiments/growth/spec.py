@@ -154,7 +154,6 @@ class GrowthConfig(ExperimentConfig):
 
     @common.remembered
     def phases(self) -> tuple[common.PhaseSize, ...]:
-        """Every phase in order."""
         sizes = []
         for index, name in enumerate(_PHASES):
             s = shape(self.model, index)

@@ -21,8 +21,8 @@ class KernelPairs(PackedData[KernelConfig]):
         return prepare_kernels(folder, self.config, text=supplied.text, tokenizer=own, say=supplied.say)
 
     def differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
-        """Also reports a dataset that is too short for a curriculum: a curriculum acts between two epochs, so between
-        two steps, and the trainer would refuse such a dataset.
+        """Adds a dataset that is too short for a curriculum: a curriculum acts between two epochs, so between two
+        steps, and the trainer would refuse such a dataset.
         """
         if differs := super().differs(manifest, weights):
             return differs
@@ -32,5 +32,5 @@ class KernelPairs(PackedData[KernelConfig]):
             return ""
         return (
             f"has {rows} rows, of which {config.epochs} epochs are one step of {per_step}, and data.curriculum "
-            f"{config.data.curriculum} acts between two: lower batch.tokens"
+            f"{config.data.curriculum} acts between two steps: lower batch.tokens"
         )

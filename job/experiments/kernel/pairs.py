@@ -28,7 +28,7 @@ from gpufleet.job.experiments.kernel.judge.curriculum import require_practice, t
 from gpufleet.job.experiments.kernel.spec import KernelConfig
 
 HELD_OUT = 0.02  # share of the pairs for a validation loss; at least one
-LOOKED_AT = 1000  # the most answers to check: the check of a very long answer takes a second
+LOOKED_AT = 1000  # most answers to check: a very long one takes a second
 FEW = 0.5  # share of accepted answers: a model that learns from a smaller share writes mostly refused programs
 BLOCKS = (128, 256, 512, 1024, 2048)
 WANTED = "prompt and answer"  # keys of a line
@@ -67,7 +67,7 @@ def prepare_kernels(
 
 def admitted(pairs: PairsFile) -> str:
     """A sentence on how many answers the funnel's rules would accept, and why they refuse the others: a model writes
-    what it was shown.
+    what it has been shown.
     """
     first = itertools.islice(pairs.conversations(), LOOKED_AT)
     problems = [rules.problem(answers.program(answer.text)) for _, answer in first]
@@ -111,7 +111,7 @@ class PairsFile:
         return f"kernel pairs: {self.samples} by seed {self.seed} of sha256 {hashed(self.path)}"
 
     def conversations(self) -> Iterator[Conversation]:
-        """The pairs as conversations; raises ValueError with the lines that are no pair."""
+        """The pairs as conversations. Raises ValueError with the lines that are not pairs."""
         pairs = list(lines_of(self.path, _pair, WANTED))
         chosen = random.Random(f"pairs {self.seed}").sample(range(len(pairs)), min(self.samples, len(pairs)))
         yield from (pairs[index] for index in sorted(chosen))

@@ -30,7 +30,7 @@ HEAD = {"schema": 1, "experiment": "kernel-sft"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """What results need of a training that is over; JSON in final/ of the part `train`."""
+    """The facts about a finished training that results need; JSON in final/ of the part `train`."""
 
     phases: Sequence[Phase]
     progress: Mapping[str, Any]  # as in the run's checkpoints
@@ -130,7 +130,9 @@ def write(session: Session, config: KernelConfig, trained: Training, verdicts: d
     if compared:
         session.say(f"final/ holds the weights of {final}")
     if not results["isolated"]:
-        session.say("this machine allows no namespaces: candidates ran with static rules, filter and limits alone")
+        session.say(
+            "this machine does not allow namespaces: only static rules, filter and limits isolated the candidates"
+        )
 
 
 def _per_candidate(judged: Sequence[Verdict]) -> dict[str, float]:

@@ -62,7 +62,8 @@ class Kernel(Experiment):
         ]
         self.params_total = sizes[0].params_total
         self.row_tasks = [] if self.config.data.curriculum == "off" else self._row_tasks()
-        # evaluations: [steps done, task -> pass rate], oldest first. val_loss: of each finished phase, by name.
+        # `evaluations`: [steps done, task -> pass rate], oldest first. `val_loss`: the loss of each finished phase, by
+        # name.
         self.progress: dict[str, Any] = {"evaluations": [], "val_loss": {}}
         self.module: Decoder | None = None
 
@@ -81,7 +82,6 @@ class Kernel(Experiment):
         return self.module
 
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
-        """AdamW on everything, as the decoder's table says."""
         groups = optimizer.groups(module, decoder.decays, self.config.optim.weight_decay)
         return optimizer.make(groups, self.config.optim, seed=self.config.seed)
 
@@ -101,12 +101,11 @@ class Kernel(Experiment):
         places = np.arange(done * self.per_step, min((done + 1) * self.per_step, self.config.epochs * self.rows))
         known = [(at, rates) for at, rates in self.progress["evaluations"] if phase.first < at <= step]
         at, rates = known[-1] if known else (phase.first, {})
-        # rows drawn before the rates were known; a step holds rows of two epochs
+        # rows that were drawn before the rates were known; one step can have rows of two epochs
         over = (at - phase.first) * self.per_step
         return in_epochs(places, self.rows, lambda epoch: self._epoch(epoch, rates, max(0, over - epoch * self.rows)))
 
     def validation(self, phase: Phase, rung: Rung) -> Work:
-        """All held-out rows."""
         return self.batches.work("validation", self.batches.fixed(len(self.batches.splits["validation"])), rung.micro)
 
     def evaluated(self, phase: Phase, step: int) -> bool:
@@ -135,7 +134,7 @@ class Kernel(Experiment):
             stages.candidates(self, module, phase)
 
     def finish(self) -> None:
-        """Writes weights, candidates, verdicts and results; as the part `train`, what the part `judge` needs. Raises
+        """Writes weights, candidates, verdicts and results; as part `train`, the input of part `judge`. Raises
         Stopped.
         """
         assert self.module is not None
@@ -159,11 +158,9 @@ class Kernel(Experiment):
             tuning.leave(self.session, self.manifest, self.config, self.module, meta)
 
     def _epoch(self, epoch: int, rates: dict[str, float], begun: int) -> Ids:
-        """The epoch's rows in order; with pass rates, the rows after the `begun` rows that were drawn before the rates
-        were known.
-        """
+        """The epoch's rows in order; with pass rates, those after the `begun` rows that were drawn without them."""
         weight = [float(np.mean(curriculum.weights(tasks, rates))) for tasks in self.row_tasks]
-        if not rates or len(set(weight)) == 1:  # all weigh the same: as without a curriculum
+        if not rates or len(set(weight)) == 1:  # all rows weigh the same, as without a curriculum
             return order(self.config.seed, epoch, self.rows)
         drawn = curriculum.order(weight, seed=self.config.seed, epoch=epoch, begun=begun)
         return np.array([-1] * begun + drawn, dtype=np.int64)
@@ -174,7 +171,7 @@ class Kernel(Experiment):
         if per_epoch >= self.phases[0].steps:
             raise ValueError(
                 f"data.curriculum: {data.curriculum}, but all epochs of the {self.rows} rows of {self.session.data} "
-                f"make one step of {self.per_step}: the model is never tried between two. Lower batch.tokens."
+                f"make one step of {self.per_step}: the model is never tried between two epochs. Lower batch.tokens."
             )
         train, by_row = self.batches.splits["train"], []
         for tokens, marks in zip(train.tokens, train.marks, strict=True):

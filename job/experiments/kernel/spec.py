@@ -23,14 +23,14 @@ from gpufleet.job.kind import common
 COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
 # Worker seconds per candidate: a new process (4 CPU-s to import torch and triton), its driver and its tiny run.
 STARTED_GPU_S = 6.0
-# A correct candidate also takes stages 4 and 5. The judge itself takes 29 s of that in one thread at a GPU's sizes,
-# inputs kept: 10 s for stage 4 (8 with float16, 9 to 10 with one argument, 12 with two, 17 with three), 7 s for each
-# try of stage 5 (6 to 9), taken 1.4 times, and 9 s for the repeated check with timing (8 with one argument, 10 with
-# two). Measured: thread CPU time of funnel.Judge on four tasks, the last for packing and comparing alone, torch on the
-# CPU instead of the candidate; 2 shared cores of an Intel Xeon, 2026-11-22. The rest, copies to the GPU and kernels, is
-# assumed.
+# A correct candidate also takes stages 4 and 5. The judge itself takes 29 s of that in one thread at a GPU's sizes, if
+# inputs are kept: 10 s for stage 4 (8 with float16, 9 to 10 with one argument, 12 with two, 17 with three), 7 s for
+# each try of stage 5 (6 to 9), which is taken 1.4 times, and 9 s for the repeated check with timing (8 with one
+# argument, 10 with two). Measured: thread CPU time of funnel.Judge on four tasks, the last only for packing and
+# comparing, torch on the CPU instead of the candidate; 2 shared cores of an Intel Xeon, 2026-11-22. The rest, copies to
+# the GPU and kernels, is assumed.
 CORRECT_GPU_S = 35.0
-FULL_RUN_S, INPUTS, ADVERSARIAL = 10.0, 5, 9  # that stage 4; its random inputs then, and those of tasks.py
+FULL_RUN_S, INPUTS, ADVERSARIAL = 10.0, 5, 9  # seconds of that stage 4; its random inputs then, and those of tasks.py
 INTERPRETED_S = 0.3  # per rank, for a candidate in Triton's interpreter: 1,300 in 190 s on two (rehearsal, 2026-11-22)
 CORRECT_SHARE = 0.2  # KernelLLM-8B reports pass@1 20.2
 AT_ONCE = 32  # sequences that a rank generates together, and loses together if the run is stopped
@@ -132,12 +132,12 @@ class KernelConfig(TuningConfig):
     def problems(self) -> list[tuple[str, str]]:
         problems = tuning.problems(self.model)
         if self.trains == bool(self.candidates):
-            problems.append(("candidates", "an earlier stage's name, of a part `train`; for the part `judge` alone"))
+            problems.append(
+                ("candidates", "the name of an earlier stage with part `train`, and only for the part `judge`")
+            )
         problems += tuning.batch_problems(self.batch, self.data.row, self.optim.betas)
         if self.data.curriculum != "off" and self.epochs < 2:
-            problems.append(
-                ("data.curriculum", "off unless epochs is 2 or more: it acts upon what is tried between them")
-            )
+            problems.append(("data.curriculum", "off unless epochs is 2 or more, because it acts between two epochs"))
         return problems
 
     @common.remembered

@@ -46,7 +46,7 @@ from gpufleet.job.experiments.models.generate import generate
 from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.ledger import Ledger
 
-SILENT_S = 60.0  # between two lines within a batch
+SILENT_S = 60.0  # seconds between two lines within a batch
 T = TypeVar("T")
 Pair = tuple[KernelTask, int]  # a task, and the number of its candidate
 Made = Mapping[str, Sequence[Candidate]]  # the candidates of each phase, by its name, in the order of the phases
@@ -65,8 +65,8 @@ class KernelRun(Protocol):
 
 
 def deliver(kernel: KernelRun, module: Decoder) -> str:
-    """Writes the weights of the last phase to final/; returns their sha256, on the first rank. Raises Stopped between
-    two tensors.
+    """Writes the last phase's weights to final/; the first rank returns their sha256. Raises Stopped between
+    tensors.
     """
     session, phase = kernel.session, kernel.phases[-1]
     tensors = tuning.gathered(session, module)
@@ -103,7 +103,7 @@ def pass_rates(kernel: KernelRun, module: Decoder, weights: str) -> dict[str, fl
         look = partial(_look, session)
         with _judge(session, kernel.config) as judge:
             verdicts = figures.verify(judge, written, ledger, check=look, say=session.say)
-        correct = [verdict.task for verdict in verdicts if verdict.passed]  # at any speed
+        correct = [verdict.task for verdict in verdicts if verdict.passed]  # correct at any speed
         return {task.name: correct.count(task.name) / TRIED for task in TASKS[: kernel.config.generate.tasks]}
 
     return session.world.agree(_by_the_first(session, judged) or {})
@@ -119,7 +119,7 @@ def _written(
     folder, rank = session.workdir / STAGES, session.world.rank
     wanted = [(task, number) for task in TASKS[: config.tasks] for number in range(count)]
     ledger = Ledger(folder / (f"{file}.jsonl" if rank == 0 else f"{file}-{rank}.jsonl"))
-    session.world.barrier()  # by now no rank's last line is half written
+    session.world.barrier()  # now no rank's last line is half written
     known = _known(folder, file, weights)
     session.world.barrier()
     missing = [pair for pair in wanted if _name(prefix, *pair) not in known]
@@ -136,8 +136,8 @@ def _written(
     if missing:
         if module is None:
             raise ValueError(
-                f"{folder}: {len(missing)} candidates of {prefix} are missing and its weights are gone: "
-                "start the run anew, under another run id"
+                f"{folder}: {len(missing)} candidates of {prefix} are missing and its weights are gone:"
+                " start the run again, with another run.id"
             )
         session.say(
             f"{prefix}: generating {len(missing)} of {len(wanted)} candidates, at most {config.max_tokens} tokens each"
@@ -158,7 +158,7 @@ def candidate(entry: dict[str, Any]) -> tuple[str, Candidate]:
     fields = Fields(entry)
     name, task, source = fields.need("name", reading.text), fields.need("task", reading.text), entry.get("source")
     if task not in BY_NAME or not isinstance(source, str):  # any characters: stage 1 judges them
-        raise DoubtError(f"{name} is no candidate")
+        raise DoubtError(f"{name} is not a candidate")
     made = Candidate(name=name, task=task, source=source, origin="generated", label="")
     return fields.need("weights", reading.text), made
 
@@ -171,9 +171,9 @@ def _generate_share(
     keep: Callable[[list[Pair], list[str]], None],
     name: str,
 ) -> None:
-    """Generates this rank's share of `wanted`, batch by batch; `keep` gets each finished batch, and the log shows it
+    """Generates this rank's share of `wanted`, batch by batch. `keep` gets each finished batch, and the log shows it
     under `name`, because a silent job counts as stuck. Raises Stopped on all ranks if any rank was stopped: within a
-    batch no rank waits for another, after the last batch all meet.
+    batch no rank waits for another; after the last batch all wait for each other.
     """
     session, world = kernel.session, kernel.session.world
     model = _as_kept(kernel, module)
@@ -197,9 +197,7 @@ def _generate_share(
 
 @torch.no_grad()
 def _as_kept(kernel: KernelRun, module: Decoder) -> Decoder:
-    """A whole decoder on this rank's device, in the compute dtype, with the weights of `module` rounded like those in
-    final/.
-    """
+    """A whole decoder on this rank's device, in the compute dtype, with weights rounded like those in final/."""
     compute = DTYPES[kernel.config.precision.compute]
     model = decoder.build(kernel.config.model, compute=compute, dtype=compute, device=kernel.session.device.torch)
     for name, parameter in module.named_parameters():
@@ -230,9 +228,7 @@ def _generate(kernel: KernelRun, model: Decoder, wanted: list[Pair], salt: str, 
 
 
 def _by_the_first(session: Session, act: Callable[[], T]) -> T | None:
-    """The result of `act` on rank 0, while the other ranks wait; None on the others. Raises Stopped on all ranks if
-    `act` is stopped.
-    """
+    """The result of `act` on rank 0, for which other ranks wait; None on them. Raises Stopped on all ranks."""
     outcome: T | None = None
     stopped: tuple[str, bool] | None = None
     if session.world.first:
@@ -260,7 +256,7 @@ def _verified(session: Session, config: KernelConfig, made: Made) -> dict[str, l
     ledger = Ledger(session.workdir / STAGES / "verdicts.jsonl")
     with _judge(session, config) as judge:
         session.say(
-            f"funnel: {len(judged)} candidates, {len(ledger.entries)} verdicts are there, {judge.parallel} workers, "
+            f"funnel: {len(judged)} candidates, {len(ledger.entries)} verdicts exist, {judge.parallel} workers, "
             f"at most {judge.bound_s(len(judged)) / 60:.0f} min; stage 2 {judge.compilation.words}"
         )
         verify = partial(figures.verify, judge, ledger=ledger, check=partial(_look, session), say=session.say)
@@ -274,9 +270,7 @@ def _verified(session: Session, config: KernelConfig, made: Made) -> dict[str, l
 
 @contextmanager
 def _judge(session: Session, config: KernelConfig) -> Iterator[Judge]:
-    """A judge that has been tried on this machine. If the trial fails, another machine goes on, and this machine leaves
-    no verdicts.
-    """
+    """A judge that has been tried on this machine. If the trial fails, another machine judges the candidates."""
     gpus = torch.cuda.device_count() if session.device.is_cuda else 0
     with _workers(session) as workers:
         judge = Judge(config.funnel, config.seed, workers, gpus=gpus)

@@ -103,8 +103,9 @@ class Experts(nn.Module):
         weights_NK = top_NK.softmax(-1).to(x_Nd.dtype)
         routing = Routing.from_logits(logits_NE, chosen_NK)
         weights = [p.to(x_Nd.dtype) for p in (self.up.weight, self.up.bias, self.down.weight, self.down.bias)]
-        # Evaluation never drops, and grouped_mm takes bf16 (on the CPU also fp32) and rows of whole 16 bytes (torch
-        # 2.13): if grouped_mm cannot be used and nothing may be dropped, the padded product has a row for every token.
+        # Evaluation never drops tokens, and grouped_mm takes bf16 (on the CPU also fp32) and rows of whole 16 bytes
+        # (torch 2.13). If grouped_mm cannot be used and nothing may be dropped, the padded product has a row for every
+        # token.
         narrow = x_Nd.dtype == torch.bfloat16 or (x_Nd.dtype == torch.float32 and x_Nd.device.type == "cpu")
         whole = not any(size * x_Nd.element_size() % 16 for size in self.up.weight.shape[1:])
         if self.dispatch == "grouped" and narrow and whole:
@@ -124,9 +125,7 @@ class Linear(nn.Linear):
 
 
 def fused_linear(x: Tensor, *layers: Linear) -> Tensor:
-    """The results of several layers for the same x, one behind the other, by one product: fewer kernels for the host to
-    launch.
-    """
+    """The results of several layers for the same x, one behind the other, by one product: fewer kernels to launch."""
     weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
     return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
 
@@ -151,7 +150,7 @@ class Norm(nn.LayerNorm):
 
 
 def rotations(sequence: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """What `rotate` takes, [T, D] each, for positions from 0 on, on `like`'s device."""
+    """The arguments of `rotate`, [T, D] each, for positions from 0 on, on `like`'s device."""
     frequency = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float64) / head_dim)
     return turns(torch.outer(torch.arange(sequence, device=like.device, dtype=torch.float64), frequency), like.dtype)
 
@@ -233,5 +232,5 @@ def any_length() -> Iterator[None]:
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """fp64 stays, everything narrower becomes fp32."""
+    """The dtype itself if it is fp64; fp32 for every narrower one."""
     return torch.promote_types(dtype, torch.float32)

@@ -43,9 +43,10 @@ INIT_STD = 0.02
 
 
 class DecoderOutput(NamedTuple):
-    """What a forward pass gives."""
+    """The result of a forward pass."""
 
-    logits: Tensor | None  # [R, T, V] in the compute dtype; with a cache [R, 1, V], of the last token. No targets only
+    # [R, T, V] in the compute dtype, only without targets; with a cache [R, 1, V], of the last token
+    logits: Tensor | None
     loss_sum: Tensor | None  # scalar, fp32 or wider: cross-entropy summed over the targets that count
     aux_loss: Tensor | None
     aux: dict[str, Tensor]
@@ -56,9 +57,9 @@ class Layout(NamedTuple):
 
     cos: Tensor  # cosines of the rotary positions, [R, T, 1, D / 2]
     sin: Tensor
-    mask: Tensor | None  # [R, 1, T, S] True = attends; None with starts None: causal over the whole row
+    mask: Tensor | None  # [R, 1, T, S], True = attends; if None and `starts` is None: causal over the whole row
     starts: Tensor | None  # [K] int32, for the varlen kernel: the first token of each example in the flat batch, then N
-    longest: int  # tokens between two starts, at most
+    longest: int  # the largest number of tokens between two starts
 
 
 class Cache:
@@ -71,7 +72,7 @@ class Cache:
         self.at = 0
 
     def append(self, layer: int, k_RTHD: Tensor, v_RTHD: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores a layer's new keys and values at `at`, and returns all of the layer so far, [R, S, H, D]."""
+        """Stores a layer's new keys and values at `at`. Returns all of the layer's so far, [R, S, H, D]."""
         end = self.at + k_RTHD.shape[1]
         self.keys[layer, :, self.at : end] = k_RTHD
         self.values[layer, :, self.at : end] = v_RTHD
@@ -177,7 +178,7 @@ class Decoder(Checkpointed):
         return DecoderOutput(None, loss_sum, None, {})
 
     def loss(self, logits_CV: Tensor, targets_C: Tensor, grad: bool) -> tuple[Tensor, Tensor | None]:
-        """`chunk_loss`, where a trainer can compile it."""
+        """`chunk_loss`, as a method that a trainer can compile."""
         return chunk_loss(logits_CV, targets_C, grad)
 
     def _packed(
@@ -195,7 +196,7 @@ class Decoder(Checkpointed):
         return Layout(cos, sin, mask_RTT[:, None], None, length)
 
     def _continued(self, tokens_RT: Tensor, cache: Cache, padding_R: Tensor | None) -> Layout:
-        """A padding token attends to itself alone: softmax over nothing is not a number."""
+        """The layout of tokens after cached ones. A padding token attends to itself: a softmax needs a number."""
         end = cache.at + tokens_RT.shape[1]
         own_T = torch.arange(cache.at, end, device=tokens_RT.device)
         padding_R1 = torch.zeros_like(tokens_RT[:, :1]) if padding_R is None else padding_R[:, None]
@@ -212,7 +213,7 @@ class Decoder(Checkpointed):
 
 
 class Table(nn.Embedding):
-    """A row for each id: the vector with which its token begins, or the vector that gives its logit as a product."""
+    """A row for each id: the vector with which its token begins, or the one that gives its logit as a product."""
 
     def rows(self, dtype: torch.dtype) -> Tensor:
         """All rows, [V, d]."""
@@ -274,11 +275,12 @@ class DecoderAttention(nn.Module):
             assert isinstance(packed, Tensor)
             return packed.view_as(q_RTHD)
         q, k, v = (x.transpose(1, 2) for x in (q_RTHD, k_RSHD, v_RSHD))
-        if self.group > 1 and q.shape[2] == 1 and layout.mask is not None:  # decoding: a group's heads count as queries
+        # in decoding, the heads of a group count as queries
+        if self.group > 1 and q.shape[2] == 1 and layout.mask is not None:
             grouped = q.view(len(q), k.shape[1], self.group, self.head_dim)
             y = F.scaled_dot_product_attention(grouped, k, v, attn_mask=layout.mask)
-            return y.reshape(len(q), 1, -1, self.head_dim)  # on CUDA the result may come with the heads innermost
-        if self.group > 1:  # the kernels that take a mask take no groups
+            return y.reshape(len(q), 1, -1, self.head_dim)  # on CUDA the result may have the heads innermost
+        if self.group > 1:  # kernels that take a mask do not take groups
             k, v = k.repeat_interleave(self.group, dim=1), v.repeat_interleave(self.group, dim=1)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=layout.mask, is_causal=layout.mask is None)
         return y.transpose(1, 2)
@@ -313,8 +315,8 @@ def varlen_runs(device: torch.device, compute: torch.dtype) -> bool:
 
 
 def groups(kernel: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments that tell this torch's varlen attention that several queries share one key head. torch 2.11 has no
-    such argument and needs none.
+    """The arguments by which this torch's varlen attention learns that several queries share one key head. torch 2.11
+    has no such argument and needs none.
     """
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 
@@ -323,20 +325,19 @@ GROUPS = groups(varlen.varlen_attn)
 
 
 def positions(documents_RT: Tensor) -> Tensor:
-    """[R, T] int64: each token's place in the token's own example. An example's tokens lie together."""
+    """[R, T] int64: the place of each token in its example. The tokens of an example are adjacent."""
     places_RT = torch.arange(documents_RT.shape[1], device=documents_RT.device).expand_as(documents_RT)
     begins_RT = F.pad(documents_RT[:, 1:] != documents_RT[:, :-1], (1, 0), value=True)
     return places_RT - torch.where(begins_RT, places_RT, 0).cummax(dim=1).values
 
 
 def frequencies(shape: Shape, device: torch.device | str = "cpu") -> Tensor:
-    """[D / 2] fp64, radians per position. Llama-3.1 divides the slow frequencies by 8 and blends the ones between slow
-    and fast.
-    """
+    """[D / 2] fp64, radians per position. Llama-3.1 divides slow frequencies by 8 and blends those in between."""
     pairs = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float64)
     frequency = shape.rope_theta ** (-pairs / shape.head_dim)
     if shape.rope_scaling == "none":
         return frequency
-    turns = LLAMA3_CONTEXT * frequency / (2 * math.pi)  # of the context the weights were first trained with
+    # turns within the context with which the weights were first trained
+    turns = LLAMA3_CONTEXT * frequency / (2 * math.pi)
     blend = ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0.0, 1.0)
     return frequency * (blend + (1 - blend) / LLAMA3_FACTOR)

@@ -40,7 +40,7 @@ def generate(
     if not all(prompts):
         raise ValueError(f"prompt {next(i for i, p in enumerate(prompts) if not p)} is empty; give at least one token")
     if temperature > 0 and len(seeds) != len(prompts):
-        raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; sampling needs one each")
+        raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; sampling needs one seed per prompt")
     device, longest = module.embed.weight.device, max(map(len, prompts))
     padding_B = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
     tokens_BT = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)

@@ -36,16 +36,16 @@ TOKENIZER = (
     "tokenizer.model",
 )
 ADAPTER = "adapter_model.safetensors"
-SHARD_BYTES = 5_000_000_000  # at most, per file: the size of published files
+SHARD_BYTES = 5_000_000_000  # most bytes per file, as in published files
 
 
 @torch.no_grad()
 def load(folder: Path, module: Decoder, fill: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-    """Copies the published weights into the module's own tensors (the module's dtype and device stay; adapters are left
-    out). `fill` writes a whole tensor into a parameter.
+    """Copies the published weights into the module's own tensors. The module keeps its dtype and device; adapters are
+    left out. `fill` writes a whole tensor into a parameter.
 
-    Raises ValueError: another model than the module's shape, a file that is damaged, or a tensor that is missing, of
-    another shape, or unknown.
+    Raises ValueError if the weights are of another model than the module's shape, if a file is damaged, or if a tensor
+    is missing, unknown or of another shape.
     """
     held = check(folder, module.shape)
     trained = lora.weights(module)
@@ -63,8 +63,8 @@ def load(folder: Path, module: Decoder, fill: Callable[[Tensor, Tensor], object]
 def write(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], shape: Shape, dtype: torch.dtype, shard: int = SHARD_BYTES
 ) -> list[Path]:
-    """Weights by our names into `folder`, as `dtype`: model.safetensors, or numbered files of at most `shard` bytes
-    with an index, and config.json. Returns the weights' files. Replaces existing files.
+    """Writes weights by our names into `folder`, as `dtype`: model.safetensors, or numbered files of at most `shard`
+    bytes with an index; and config.json. Returns the weights' files. Replaces existing files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("model*.safetensors"), folder / INDEX):
@@ -99,7 +99,7 @@ def write(
 
 def complete(folder: Path, base: Path | None, dtype: torch.dtype, stop: int) -> None:
     """Writes the files that other programs need to generate with the weights in `folder`: the config.json of the
-    published weights in `base` with the new dtype (without `base` the config.json of `write` stays), and a
+    published weights in `base` with the new dtype (if `base` is None, the config.json of `write` stays), and a
     generation_config.json that ends at `stop`, made from `base`'s file if there is one.
     """
     published = None if base is None else atomic.read_object(base / CONFIG)
@@ -119,16 +119,14 @@ def complete(folder: Path, base: Path | None, dtype: torch.dtype, stop: int) -> 
 
 
 def write_adapter(folder: Path, module: nn.Module, config: Lora, base: str | None) -> None:
-    """The adapter in PEFT's format, bf16. `base` names the weights to which the adapter belongs; None, as in PEFT:
-    unknown.
-    """
+    """Writes the adapter in PEFT's format, bf16. `base` names its weights; None means unknown, as in PEFT."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for name, layer in lora.layers(module):
         key = f"base_model.model.{published(name)}"
         tensors[f"{key}.lora_A.weight"] = layer.lora_a.detach().to("cpu", torch.bfloat16)
         tensors[f"{key}.lora_B.weight"] = layer.lora_b.detach().to("cpu", torch.bfloat16)
-    for name, table in lora.tables(module):  # PEFT's name says delta, but the rows themselves are stored
+    for name, table in lora.tables(module):  # PEFT's name contains delta, but the rows themselves are stored
         rows = table.trained_rows.detach().to("cpu", torch.bfloat16)
         tensors[f"base_model.model.{published(name)}.token_adapter.trainable_tokens_delta"] = rows
     temporary = folder / f".{ADAPTER}"

@@ -46,8 +46,8 @@ _CORRECT = "correct it to what the weights were trained with"
 
 
 def published(name: str) -> str:
-    """The published name of one of our weights, such as `model.layers.3.self_attn.q_proj.weight` of
-    `blocks.3.attention.q.weight`. It takes a module's name too.
+    """The published name of one of our weights: `model.layers.3.self_attn.q_proj.weight` for
+    `blocks.3.attention.q.weight`. It also takes a module's name.
     """
     words = name.split(".")
     leaf = words.pop() if words[-1] in ("weight", "bias") else None
@@ -76,7 +76,7 @@ def tensors(s: Shape) -> dict[str, list[int]]:
 
 
 def read_shape(folder: Path) -> Shape:
-    """The decoder that folder/config.json describes. Raises ValueError for one that this code cannot run."""
+    """The decoder that folder/config.json describes. Raises ValueError if this code cannot run it."""
     path = folder / CONFIG
     tree = atomic.read_object(path)
     if tree is None:
@@ -85,27 +85,28 @@ def read_shape(folder: Path) -> Shape:
     if family not in FAMILIES:
         raise ValueError(f"{path}: model_type {family!r} is not one of {', '.join(FAMILIES)}")
     named = tree.get("architectures") or [FAMILIES[family]]
-    if FAMILIES[family] not in named:  # vLLM uses this key, `transformers` model_type
-        raise ValueError(f"{path}: architectures {named!r:.60} is no {FAMILIES[family]}, the only {family} supported")
+    if FAMILIES[family] not in named:  # vLLM uses this key, `transformers` uses model_type
+        raise ValueError(f"{path}: architectures {named!r:.60} is not {FAMILIES[family]}, the only supported {family}")
     counts = (*_COUNTS, *(key for key in _OPTIONAL if tree.get(key) is not None))
     lacking = [key for key in counts if not (_number(tree.get(key)) and isinstance(tree[key], int))]
     lacking += [] if _number(tree.get("rms_norm_eps")) else ["rms_norm_eps"]
     if lacking:
-        raise ValueError(f"{path}: {', '.join(lacking)} missing or no number; {_CORRECT}")
+        raise ValueError(f"{path}: {', '.join(lacking)} missing or not a number; {_CORRECT}")
     tied = tree.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise ValueError(f"{path}: tie_word_embeddings {tied!r:.60} is not true or false; {_CORRECT}")
     if any(tree.get(key) for key in ("quantization_config", "compression_config")):
         raise ValueError(
-            f"{path}: quantization_config: of quantised weights take those they were made from; leave the key out "
+            f"{path}: quantization_config: instead of quantised weights use the original ones; leave the key out "
             "where the tensors are whole"
         )
     theta, scaled = _rotary(tree, path)
     layer_types = tree.get("layer_types") or []
     if not isinstance(layer_types, list):
-        raise ValueError(f"{path}: layer_types {layer_types!r:.60} is no list; {_CORRECT}")
+        raise ValueError(f"{path}: layer_types {layer_types!r:.60} is not a list; {_CORRECT}")
     windows = tree.get("use_sliding_window") or any(layer_type != "full_attention" for layer_type in layer_types)
-    windows = windows or (family == "llama" and tree.get("sliding_window"))  # Qwen's window counts only with its switch
+    # Qwen's window counts only if its switch is on
+    windows = windows or (family == "llama" and tree.get("sliding_window"))
     if windows or tree.get("mlp_bias") or (family != "qwen2" and tree.get("attention_bias")):
         raise ValueError(f"{path}: sliding windows and extra biases are not supported")
     if tree.get("is_causal", True) is not True:
@@ -130,7 +131,7 @@ def read_shape(folder: Path) -> Shape:
 
 
 def positions(folder: Path) -> float:
-    """The longest text, in tokens, for which the weights in `folder` were made; infinite if config.json is silent."""
+    """The longest text, in tokens, for which the weights in `folder` were made; infinite if unknown."""
     most = (atomic.read_object(folder / CONFIG) or {}).get("max_position_embeddings")
     return most if isinstance(most, int) else math.inf
 
@@ -141,16 +142,16 @@ def _rotary(tree: dict[str, Any], path: Path) -> tuple[float, Literal["none", "l
     rope = tree.get("rope_scaling") or tree.get("rope_parameters") or {}
     other = tree.get("rope_parameters") or {}
     if not isinstance(rope, dict) or not isinstance(other, dict):
-        raise ValueError(f"{path}: rope_scaling {rope!r} is no object; {_CORRECT}")
+        raise ValueError(f"{path}: rope_scaling {rope!r} is not an object; {_CORRECT}")
     theta = next((of["rope_theta"] for of in (rope, tree, other) if of.get("rope_theta")), 10_000.0)
     if not _number(theta):
-        raise ValueError(f"{path}: rope_theta {theta!r:.60} is no number; {_CORRECT}")
+        raise ValueError(f"{path}: rope_theta {theta!r:.60} is not a number; {_CORRECT}")
     kind = rope.get("rope_type", rope.get("type"))
     scaled = kind == "llama3" and not any(rope.get(k) != v for k, v in _LLAMA3.items())
     unnamed = kind is None and rope.keys() - {"rope_theta", "partial_rotary_factor"}  # a factor without a kind
     by_layer = any(isinstance(value, dict) for value in rope.values())
     if not scaled and (kind not in (None, "default") or unnamed or by_layer):
-        raise ValueError(f"{path}: rotary scaling {rope} is neither none nor Llama-3.1's, {_LLAMA3}")
+        raise ValueError(f"{path}: rotary scaling {rope} is neither none nor that of Llama-3.1, {_LLAMA3}")
     if any((of.get("partial_rotary_factor") or 1) != 1 for of in (rope, tree)):
         raise ValueError(f"{path}: partial_rotary_factor: positions that turn a part of each head are not supported")
     return float(theta), "llama3" if scaled else "none"
@@ -175,9 +176,10 @@ def check(folder: Path, wanted: Shape) -> dict[str, Stored]:
     if differing := differences(read_shape(folder), wanted):
         words = ", ".join(f"model.{key} is {here}, there {there}" for key, there, here in differing)
         raise ValueError(f"{folder / CONFIG} describes another model than the run config: {words}. Make them agree.")
-    if (folder / ADAPTER_CONFIG).exists():  # `transformers` would add the adapter to these weights
+    if (folder / ADAPTER_CONFIG).exists():  # otherwise `transformers` would add the adapter to these weights
         raise ValueError(f"{folder}: an adapter lies there ({ADAPTER_CONFIG}): merge it first, or move its files away")
-    head = held.pop(HEAD, None) if wanted.tied else None  # if tied: a copy of the embedding, or the only table
+    # if the head is tied: a copy of the embedding, or the only table
+    head = held.pop(HEAD, None) if wanted.tied else None
     if head is not None and not held.setdefault(EMBED, head).equals(head):
         raise ValueError(
             f"{folder}: {CONFIG} says tie_word_embeddings true, but {HEAD} has other numbers than {EMBED}, so the "

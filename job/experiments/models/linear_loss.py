@@ -19,16 +19,17 @@ from torch.autograd.function import once_differentiable
 
 from gpufleet.job.experiments.engine.experiment import IGNORED
 
-CHUNK_TOKENS = 1024  # tokens whose logits exist at a time: 0.5 GB in fp32 for 128,256 ids (job/kind counts with this)
+# number of tokens whose logits exist at once: 0.5 GB in fp32 for 128,256 ids (job/kind counts with this)
+CHUNK_TOKENS = 1024
 
 
 ChunkLoss = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 
 
 def chunk_loss(logits_CV: Tensor, targets_C: Tensor, grad: bool) -> tuple[Tensor, Tensor | None]:
-    """Cross-entropy summed over the targets that are not IGNORED, fp32 or wider, and with `grad` the gradient by the
-    logits, in the logits' dtype, as if every token counted. The compiled function takes two passes over the logits,
-    otherwise about five.
+    """Cross-entropy summed over the targets that are not IGNORED, fp32 or wider; with `grad` also the gradient by the
+    logits, in their dtype, as if every token counted. Compiled, the function passes over the logits twice, otherwise
+    about five times.
     """
     places_C1 = targets_C.clamp(min=0)[:, None]
     logs_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).log_softmax(-1)
@@ -70,7 +71,7 @@ class _LinearLoss(torch.autograd.Function):
             loss += chunk_sum
             if slope_CV is None:
                 continue
-            # Ignored tokens are masked where a row is as wide as the model, not as the vocabulary.
+            # Ignored tokens are masked where a row is as wide as the model, not as wide as the vocabulary.
             counted_C1 = (targets_N[part] != IGNORED)[:, None]
             if grad_x_Nd is not None:
                 grad_x_Nd[part] = (slope_CV @ weight_Vd) * counted_C1

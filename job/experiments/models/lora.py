@@ -53,7 +53,7 @@ class LoraLinear(nn.Module):
         if self.mode == "base":
             return y
         narrow = F.linear(F.dropout(x, self.dropout, self.training), self.lora_a.to(x.dtype))
-        # Scales the small matrix: scaling the result would take one more pass over the result, and over its gradient.
+        # Scales the small matrix: scaling the result would take one more pass over it, and over its gradient.
         return y + F.linear(narrow, (self.scale * self.lora_b).to(x.dtype))
 
     def merged(self) -> Tensor:
@@ -92,7 +92,7 @@ class TrainedRows(Table):
 def attach(
     module: Decoder, config: Lora, generator: torch.Generator | None = None, rows: Sequence[int] = ()
 ) -> Decoder:
-    """The module with adapters; everything else is frozen except the `rows` of the tables. Without a `generator` the
+    """The module with adapters; everything else is frozen except the `rows` of the tables. If `generator` is None, the
     adapters are not initialised.
     """
     module.requires_grad_(False)
@@ -119,7 +119,6 @@ def initialise(module: Decoder, generator: torch.Generator) -> Decoder:
 
 
 def tables(module: nn.Module) -> Iterator[tuple[str, TrainedRows]]:
-    """Every table with trained rows and its name."""
     for name, part in module.named_modules():
         if isinstance(part, TrainedRows):
             yield name, part
@@ -145,8 +144,8 @@ def set_mode(module: nn.Module, mode: Mode) -> None:
 
 @torch.no_grad()
 def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of the plain decoder by name, the adapted ones merged in fp32, one at a time; nothing is changed. If
-    the base is sharded, every rank must iterate.
+    """Every weight of the plain decoder by name, one at a time, with the adapted ones merged in fp32; the module stays
+    unchanged. If the base is sharded, every rank must iterate.
     """
     adapted = dict(_adapted(module))
     for name, parameter in module.named_parameters():

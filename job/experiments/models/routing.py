@@ -28,19 +28,19 @@ class Routing(NamedTuple):
         tokens, experts = logits_NE.shape
         load_E = (chosen_NK.flatten()[:, None] == torch.arange(experts, device=chosen_NK.device)).sum(0)
         probability_NE = logits_NE.softmax(-1)
-        # Few operations, which a step without compiled blocks launches one by one.
+        # Few operations, because without compiled blocks a step launches each one separately.
         balance = (load_E * probability_NE.sum(0)).sum() * (experts / (tokens * chosen_NK.numel()))
         return cls(load_E, balance, torch.special.entr(probability_NE.detach()).sum() / tokens)
 
 
 def grouped_experts(x_Nd: Tensor, weights_NK: Tensor, chosen_NK: Tensor, load_E: Tensor, w: list[Tensor]) -> Tensor:
-    """The experts' results without dropped pairs: pairs are sorted by expert, and each Linear is one grouped product.
+    """The experts' results, without dropped pairs. Pairs are sorted by expert, and each Linear is one grouped product.
     `w`: up weight and bias, down weight and bias.
     """
     expert_S, order_S, place_S = _sort(chosen_NK)
     rows_Sd = rearrange(_repeat(x_Nd, chosen_NK), order_S, None, place_S, None)
     ends_E = load_E.cumsum(0, dtype=torch.int32)
-    # Not one_hot, whose checks of the values add two kernels when compiled.
+    # Not one_hot: its checks of the values add two kernels when compiled.
     one_SE = (expert_S[:, None] == torch.arange(len(load_E), device=expert_S.device)).to(x_Nd.dtype)
     hidden_Sh = F.gelu(grouped_linear(rows_Sd, w[0], w[1], expert_S, one_SE, ends_E))
     result_Sd = grouped_linear(hidden_Sh, w[2], w[3], expert_S, one_SE, ends_E)
@@ -50,9 +50,7 @@ def grouped_experts(x_Nd: Tensor, weights_NK: Tensor, chosen_NK: Tensor, load_E:
 def padded_experts(
     x_Nd: Tensor, weights_NK: Tensor, chosen_NK: Tensor, load_E: Tensor, w: list[Tensor], capacity: float | None
 ) -> Tensor:
-    """Every expert gets C rows. Pairs beyond C are dropped, and so add nothing. `capacity` None: C = N, no pair is
-    dropped.
-    """
+    """Every expert gets C rows. Pairs beyond C are dropped and add nothing. `capacity` None: none is dropped."""
     _, order_S, place_S = _sort(chosen_NK)
     rows = rows_per_expert(x_Nd.shape[0], chosen_NK.shape[1], load_E.numel(), capacity)
     start_E = load_E.cumsum(0) - load_E
@@ -65,7 +63,7 @@ def padded_experts(
     slot_S = expert_S * rows + offset_S.clamp_max(rows - 1)
 
     rows_ECd = rearrange(_repeat(x_Nd, chosen_NK), pair_M, filled_M, slot_S, kept_S).view(load_E.numel(), rows, -1)
-    # Not baddbmm: on CUDA that first writes the bias to every row, and the product reads the bias again. Here the next
+    # Not baddbmm: on CUDA it first writes the bias to every row, and the product reads the bias again. Here the next
     # operation adds the bias.
     hidden_ECh = F.gelu(torch.bmm(rows_ECd, w[0].transpose(-2, -1)) + w[1][:, None])
     result_ECd = torch.bmm(hidden_ECh, w[2].transpose(-2, -1)) + w[3][:, None]
@@ -134,7 +132,7 @@ def _gather(x: Tensor, index: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _sort(chosen_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The experts of the pairs in order (stable), which pairs these are, and each pair's place in that order."""
+    """The experts of the pairs in order (stable), which pairs these are, and the place of each pair in that order."""
     expert_S, order_S = chosen_NK.flatten().sort(stable=True)
     place_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(order_S.numel(), device=order_S.device))
     return expert_S, order_S, place_S

@@ -54,7 +54,7 @@ def keep_products() -> Any:
     return create_selective_checkpoint_contexts(_policy)
 
 
-# Without this torch caches no traced graph that calls the policy, because the policy is part of what was compiled.
+# Otherwise torch caches no traced graph that calls the policy, because the policy is part of what was compiled.
 keep_products.cache_hash = " ".join([*sorted(map(str, KEPT)), str(WIDE)])  # type: ignore[attr-defined]
 
 

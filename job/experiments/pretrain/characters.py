@@ -22,7 +22,7 @@ from gpufleet.job.experiments.dataset import prepare
 from gpufleet.job.experiments.dataset.shards import read_header, write_payload
 from gpufleet.job.experiments.pretrain.spec import SYMBOLS, CharData
 
-BOS = len(SYMBOLS)  # <|bos|>, never in a text
+BOS = len(SYMBOLS)  # <|bos|>, which no text contains
 VOCAB = BOS + 1
 TRAIN, VALIDATION = "train.bin", "validation.bin"
 _IDS = bytes.maketrans(SYMBOLS.encode(), bytes(range(len(SYMBOLS))))
@@ -31,7 +31,7 @@ _FOREIGN = re.compile(b"[^" + re.escape(SYMBOLS.encode()) + b"]")
 
 @dataclass(frozen=True, kw_only=True)
 class CharacterFile:
-    """A file of only the 17 symbols; a byte-order mark and carriage returns are removed. `name` says everything on
+    """A file of only the 17 symbols. A byte-order mark and carriage returns are removed. `name` contains everything on
     which the characters depend.
     """
 
@@ -136,7 +136,6 @@ def encode(text: bytes, where: str = "text") -> bytes:
 
 
 def decode(ids: list[int]) -> str:
-    """The text of ids 0 to 16."""
     return "".join(SYMBOLS[i] for i in ids)
 
 
@@ -149,7 +148,7 @@ def check_header(path: Path) -> int:
 
 
 def _shown(text: bytes, at: int) -> str:
-    """The character at a byte position, whole if the text is UTF-8."""
+    """The character at a byte position; whole if the text is UTF-8."""
     for length in range(1, 5):
         try:
             return f"the character {text[at : at + length].decode()!r}"

@@ -19,7 +19,8 @@ class Characters(PreparedDataset[PretrainConfig]):
     takes_tokenizer: ClassVar[bool] = False
 
     def prepare(self, folder: Path, supplied: Given) -> DatasetManifest:
-        from gpufleet.job.experiments.pretrain.characters import prepare_characters  # a bill reads no data
+        # imported here: a bill reads no data
+        from gpufleet.job.experiments.pretrain.characters import prepare_characters
 
         return prepare_characters(folder, self.config.data, seed=self.config.seed, text=supplied.text, say=supplied.say)
 

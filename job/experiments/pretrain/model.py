@@ -46,14 +46,14 @@ class CharOutput(NamedTuple):
 
 
 class CharCache:
-    """Keys and values of earlier positions, for generation: one pair [B, K, capacity, D] per layer, and how many
-    positions are filled. Appending beyond the capacity is an error of the caller.
+    """Keys and values of earlier positions, for generation: one pair [B, K, capacity, D] per layer, and the number of
+    filled positions. The caller must not append beyond the capacity.
     """
 
-    mask = None  # None: its one position sees all keys
+    mask = None  # its one position sees all keys
 
     def __init__(self, capacity: int, layers: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
-        """`layers`: the memory for keys and values; None allocates it when the first positions come."""
+        """`layers`: the memory for keys and values; if None, it is allocated when the first positions come."""
         self.capacity, self.length = capacity, 0
         self._layers = layers or {}
 
@@ -95,7 +95,7 @@ class CharRows:
         self._cos_TD, self._sin_TD = rotations(window, model.head_dim, like)
         self._place_T = torch.arange(window, device=like.device)
         self._row_B = torch.arange(rows, device=like.device)
-        self.length = 1  # no text begins here; `row` begins a text
+        self.length = 1  # no text begins here; `row` begins one
 
     def row(self, number: int) -> CharCache:
         """One row as the empty cache of one text, into which the prompt is read."""
@@ -109,7 +109,7 @@ class CharRows:
         self.mask = (self._place_T[: self._span] <= self._length_B[:, None])[:, None, None]
 
     def turns(self, count: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, 1, P] of each row's next position."""
+        """cos and sin [B, 1, P] of the next position of each row."""
         return self._cos_TD[self._length_B, None], self._sin_TD[self._length_B, None]
 
     def append(self, layer: int, k_BK1D: Tensor, v_BK1D: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ class CharAttention(nn.Module):
         if seen == 0:
             y_BHTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
         else:
-            assert q.shape[2] == 1, "behind what is cached, one position at a time"
+            assert q.shape[2] == 1, "after cached positions, only one position at a time"
             assert cache is not None
             y_BHTD = F.scaled_dot_product_attention(q, k, v, attn_mask=cache.mask, enable_gqa=gqa)
         y_BTd: Tensor = self.o(y_BHTD.transpose(1, 2).flatten(2))
@@ -309,7 +309,6 @@ class Text:
 
 @torch.no_grad()
 def generate(module: CharGpt, text: Text) -> Iterator[int]:
-    """The text's ids, one by one."""
     device = module.embed.weight.device
     room = min(text.window, len(text.new) + text.left)  # 1 MB a position at full size
     while text.left:

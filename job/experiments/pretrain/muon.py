@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from gpufleet.job.experiments.engine import optimizer, parallel
 
-BASE_WIDTH = 768  # the tables' rates were tuned at this width (nanochat, gpt.py, read 2026-11-21)
-ADAM_EPS = 1e-10  # the same source
+BASE_WIDTH = 768  # the width at which the tables' rates were tuned (nanochat, gpt.py, read 2026-11-21)
+ADAM_EPS = 1e-10  # from the same source
 MUON: dict[str, Any] = {
     "ns_coefficients": (3.4445, -4.7750, 2.0315),
     "ns_steps": 5,
@@ -74,7 +74,7 @@ class Combined(Optimizer):
 
 
 def owned(parameters: Sequence[Tensor]) -> bool:
-    """Whether each rank can own some of these matrices: they are all split by rows over the ranks of a node."""
+    """Whether each rank can own some of these matrices: all of them must be split by rows over the ranks of a node."""
     cuts = ((Shard(0),), (Replicate(), Shard(0)))
     return all(isinstance(parameter, DTensor) and parameter.placements in cuts for parameter in parameters)
 
@@ -120,9 +120,7 @@ class OwnedMuon(torch.optim.Muon):
 
 
 def _orthogonal(update: Tensor) -> Tensor:
-    """The change that torch.optim.Muon makes for this update at a rate of 1, in the update's dtype, by torch's own
-    step.
-    """
+    """The change that torch.optim.Muon makes for this update at a rate of 1, in its dtype, by torch's own step."""
     matrix = nn.Parameter(torch.zeros_like(update))
     matrix.grad = update
     step: Callable[[], None] = torch.optim.Muon(

@@ -17,7 +17,7 @@ from gpufleet.job.experiments.dataset.shards import HEADER
 from gpufleet.job.experiments.engine.data import Ids, Windows, draw, in_epochs
 from gpufleet.job.experiments.pretrain import characters
 
-OFFSETS = 1 << 20  # in the seed of draws: keeps an epoch's offset apart from the epoch's permutation
+OFFSETS = 1 << 20  # part of the seed of draws: keeps an epoch's offset apart from its permutation
 
 
 class Rows(Windows):
@@ -28,7 +28,7 @@ class Rows(Windows):
         self.per_epoch = (count - sequence) // self._width  # leaves room for every offset below the width
         if self.per_epoch < 1:
             raise ValueError(
-                f"{path}: {count} characters, rows of {sequence} + 1 need at least {2 * sequence + 1}: "
+                f"{path}: {count} characters, but rows of {sequence} + 1 need at least {2 * sequence + 1}: "
                 "prepare more text or lower data.sequence"
             )
         super().__init__(np.fromfile(path, dtype=np.uint8, offset=HEADER.size), sequence, device)

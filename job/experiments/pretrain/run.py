@@ -41,7 +41,7 @@ class Pretrain(Experiment):
         self.manifest = read_manifest(session.data)
         if self.manifest.kind != "characters":
             raise ValueError(
-                f"{session.data}: a dataset of {self.manifest.kind}, {EXPERIMENT} trains on characters: prepare it "
+                f"{session.data}: a dataset of {self.manifest.kind}, but {EXPERIMENT} trains on characters: prepare it "
                 "with gpufleet prepare"
             )
         sequence, device = self.config.data.sequence, session.device.torch
@@ -61,11 +61,9 @@ class Pretrain(Experiment):
         return module
 
     def blank(self, phase: Phase) -> nn.Module:
-        """The module of the phase, with uninitialised weights."""
         return self._spread()
 
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
-        """Muon and AdamW, or AdamW alone."""
         return make_optimizer(module, self.config)
 
     def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:
@@ -78,12 +76,10 @@ class Pretrain(Experiment):
         return scale * config.lr
 
     def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
-        """The next rows of the epoch, this rank's part."""
         starts = self.train.step(self.config.seed, step, self.config.batch.rows)
         return self.train.work(starts, self.session.world, rung.micro)
 
     def validation(self, phase: Phase, rung: Rung) -> Work:
-        """Windows spread evenly over the held-out characters."""
         starts = self.validated.fixed(self.config.eval.windows)
         return self.validated.work(starts, self.session.world, rung.micro)
 
@@ -109,8 +105,8 @@ class Pretrain(Experiment):
         self._leave(module, self._weights, samples, self.progress["evaluations"][-1]["step"])
 
     def cut(self, step: int, weights: Weights) -> None:
-        """Writes the results of a run that a limit ends: final/ without continuations. It writes nothing if the best
-        weights are wanted and no weights were evaluated.
+        """Writes the results of a run that a limit ends: final/ without continuations. Writes nothing if the best
+        weights are wanted but no weights were evaluated.
         """
         if self._module is not None and (weights.val_loss is not None or not self.config.delivers_best):
             self._leave(self._module, weights, {}, step)

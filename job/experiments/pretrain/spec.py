@@ -16,8 +16,8 @@ from gpufleet.job.kind.batch import rows_per_rank
 from gpufleet.job.kind.job import Processes
 
 SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
-# Per token and symbol, at the peak. As written: capped logits, log-probabilities and two gradients, in fp32. Compiled:
-# the bf16 product and its gradient. The two figures were counted on a CPU (torch 2.13.0, 2026-11-27).
+# Bytes per token and symbol, at the peak. Not compiled: capped logits, log-probabilities and two gradients, in fp32.
+# Compiled: the bf16 product and its gradient. The two figures were counted on a CPU (torch 2.13.0, 2026-11-27).
 LOGIT_BYTES, COMPILED_LOGIT_BYTES = 16, 6
 # The highest lr for hidden matrices: AdamW moves every weight by about lr per step, whatever the gradient is.
 ADAMW_LR = 0.01
@@ -192,8 +192,8 @@ class PretrainConfig(ExperimentConfig):
             copies = 2 * block * compute
         weights, gradients = total * 4 / ranks + copies, total * 4 / ranks
         moments = (self.sizes().checkpoints[phase_index] - 4 * total) / ranks
-        # What is in transit: the whole gradient of one block, and the reduced part of it in fp32. With one rank it is
-        # only the gradient of the largest matrix.
+        # Data in transit: the whole gradient of one block, and the reduced part of it in fp32. With one rank it is only
+        # the gradient of the largest matrix.
         reduced = block * (compute + 4) if ranks > 1 else 4 * m.width * m.width * 4
         tokens = rung.micro * self.data.sequence
         full, kept_bytes = (_layer_bytes(m, compute, checkpointing=on) for on in (False, rung.checkpointing))
@@ -242,7 +242,6 @@ class PretrainConfig(ExperimentConfig):
 
 
 def heads(m: CharModel) -> int:
-    """Query heads."""
     return m.width // m.head_dim
 
 

@@ -48,7 +48,7 @@ def prepare_sft(
     warn_of_untrained(config, own, say)
     if chats.left_out:
         keys = ", ".join(f"{key} ({counted(f'{n:,}', 'line')})" for key, n in chats.left_out.most_common(SHOWN))
-        say(f"left out, unused in training: {keys}; the keys read are instruction, response and system, or messages")
+        say(f"not used in training: {keys}; only instruction, response and system, or messages, are read")
     return manifest
 
 

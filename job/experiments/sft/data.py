@@ -13,9 +13,7 @@ from gpufleet.job.text import counted
 
 
 class Conversations(PackedData[SftConfig]):
-    """Packed rows of conversations. The modules that read and pack them are imported on use: a bill asks this class,
-    and reads no data.
-    """
+    """Packed rows of conversations. Modules that read text are imported on use: a bill asks this class."""
 
     def prepare(self, folder: Path, supplied: Given) -> DatasetManifest:
         from gpufleet.job.experiments.dataset.rendering import tokenizer_of

@@ -61,13 +61,13 @@ class SftRun(Protocol):
 
 
 class MergeDiffersError(ValueError):
-    """The merged weights differ from the trained weights, by the stated nats. The adapter is right."""
+    """The merged weights differ from the trained weights, by the stated nats. The adapter is correct."""
 
     def __init__(self, nats: float) -> None:
         super().__init__(
-            f"the weights merged in fp32 differ from base and adapter by {nats:.1e} nats, more than {MATCH:g}: no "
-            "merged weights were written. What was trained is good: it is in final/adapter/, losses and answers are in "
-            "results.json. Load base and adapter together, as PEFT does, or merge them elsewhere"
+            f"the weights merged in fp32 differ from base and adapter by {nats:.1e} nats, more than {MATCH:g}: no"
+            " merged weights were written. The trained adapter is correct: it is in final/adapter/, losses and"
+            " answers are in results.json. Load base and adapter together, as PEFT does, or merge them elsewhere"
         )
 
 
@@ -99,8 +99,8 @@ class FinishedVariants:
         self._kept = {name: value for name, of, value in entries if of == weights}
 
     def get(self, name: str, make: Callable[[], Any]) -> Any:
-        """The result kept under `name`; without one, the result of `make` on all ranks, which is then kept. It may be
-        None on ranks other than 0.
+        """The result kept under `name`; if there is none, the result of `make` on all ranks, which is then kept. It may
+        be None on ranks other than 0.
         """
         if self._session.world.agree(name in self._kept):
             return self._kept.get(name)
@@ -190,7 +190,7 @@ def _loss(sft: SftRun, module: Decoder, variant: MergeVariant) -> dict[str, Any]
 
 
 def _judge(losses: dict[str, Any], say: Callable[[str], None]) -> tuple[dict[str, Any], torch.dtype | None]:
-    """The report on the merge, and the dtype to deliver, None: none."""
+    """The report on the merge, and the dtype to deliver; None to deliver no merge."""
     exact = abs(losses["merged_fp32"]["loss"] - losses["adapter_fp32"]["loss"])
     rounded = abs(losses["merged_bf16"]["loss"] - losses["adapter"]["loss"])
     matches, close = exact <= MATCH, rounded <= CLOSE

@@ -56,12 +56,13 @@ class Sft(Experiment):
         return self._make(fresh=True)
 
     def blank(self, phase: Phase) -> nn.Module:
-        """The module of the phase, its trained tensors uninitialised."""
         self._announce(phase)
         return self._make(fresh=False)
 
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
-        """AdamW on the adapter, without decay unless asked for; or on all weights, by the decoder's table."""
+        """AdamW on the adapter, without decay unless the file asks for it; or on all weights, by the decoder's
+        table.
+        """
         decay = self.config.optim.weight_decay
         if self.config.method == "lora":
             groups: list[dict[str, Any]] = [{"params": list(lora.weights(module).values()), "weight_decay": decay}]
@@ -76,12 +77,10 @@ class Sft(Experiment):
         return lr
 
     def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
-        """The next rows of the epoch, this rank's part."""
         rows = self.batches.step(self.config.seed, step, self.per_step, self.config.epochs)
         return self.batches.work("train", rows, rung.micro, per_step=self.per_step)
 
     def validation(self, phase: Phase, rung: Rung) -> Work:
-        """Rows spread evenly over the held-out rows."""
         return self.batches.work("validation", self.batches.fixed(self.config.eval.rows), rung.micro)
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:

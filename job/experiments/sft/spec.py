@@ -25,8 +25,8 @@ COMPILED_KEEPS = 0.885
 # An eager step takes this many times a compiled one: 630 ms for 533 on an H100, 576 for 506 on an H200
 # (bench/results/gpu.md).
 EAGER = 1.18
-# Tokens that one core of a host tokenises in a millisecond during training (bench/results/sft.md); and the bytes per
-# token of the text that is stored beside the ids: 600 k instruction examples of 361 tokens are 870 MB.
+# Tokens that one core of a host tokenises in a millisecond during training (bench/results/sft.md); and bytes per token
+# of the text that is stored beside the ids: 600 k instruction examples of 361 tokens are 870 MB.
 TOKENS_PER_MS, TEXT_BYTES = 540, 4.0
 FP32_COST = 15  # cost of a token in true fp32 over bf16 tensor cores: H100 989 over 67 TFLOP/s
 
@@ -220,7 +220,10 @@ class SftConfig(TuningConfig):
                 f" {example_tokens(self):,.0f}, and {1 - fill(self):.0%} of the work is padding.{longer}"
             )
         if self.method == "full" and lr == CosineAdamW().lr:
-            yield f"method: full at an adapter's optim.lr, {rate_in_words(lr)}, the default: set it, 1e-5 for instance"
+            yield (
+                f"method: full at an adapter's optim.lr, {rate_in_words(lr)}, which is the default: set it, for"
+                " instance to 1e-5"
+            )
 
     def longest(self) -> int:
         return min(self.data.longest, self.data.row)

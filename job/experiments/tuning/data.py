@@ -24,7 +24,7 @@ _KEYS = {  # parameters by the fact of packed rows
 
 
 class PackedData(PreparedDataset[T]):
-    """Rows that hold whole examples. The modules that read text are imported on use: a bill reads none."""
+    """Rows that contain whole examples. The modules that read text are imported on use: a bill reads no text."""
 
     arguments: ClassVar[dict[str, str]] = {"jsonl": "FILE.jsonl"}
 
@@ -42,12 +42,12 @@ class PackedData(PreparedDataset[T]):
 
         ids = manifest.facts.get("vocab", 0)
         if ids > (known := self.config.model.vocab):
-            return f"has {ids} ids, model.vocab is {known}: raise it to {ids} or more, or prepare anew"
+            return f"has {ids} ids, but model.vocab is {known}: raise it to {ids} or more, or prepare again"
         beside = None if weights is None else weights / FileTokenizer.kind
         if not self.source.startswith("generated-") and beside is not None and beside.is_file():
             own, used = file_id(beside.read_bytes()), manifest.facts.get("tokenizer_id")
             if used != own:
-                return f"was prepared with {used}, and {own} is the tokenizer.json of storage.base_weights"
+                return f"was prepared with {used}, but {own} is the tokenizer.json of storage.base_weights"
         differing = "; ".join(self.facts_differ(manifest))
         return f"was prepared with {differing}" if differing else ""
 
@@ -81,8 +81,8 @@ class PackedData(PreparedDataset[T]):
         hf_config.check(folder, config.model)
         if config.longest() > (most := hf_config.positions(folder)):
             say(
-                f"warning: {folder}: made for {most:,} positions (max_position_embeddings), and examples may have "
-                f"{config.longest():,} (data.longest): it has never seen those beyond"
+                f"warning: {folder}: made for {most:,} positions (max_position_embeddings), but examples may have "
+                f"{config.longest():,} (data.longest): the model has never seen later positions"
             )
         template = TEMPLATES[config.model.family]
         if foreign(template, folder):

@@ -43,7 +43,9 @@ TRAINED_TEMPLATE = "trained_chat_template.jinja"
 def check_dataset(session: Session, manifest: DatasetManifest, config: TuningConfig) -> None:
     """Raises ValueError if the prepared rows do not match the run config."""
     if manifest.kind != "packed":
-        raise ValueError(f"{session.data}: a dataset of {manifest.kind}, this experiment needs packed rows; prepare it")
+        raise ValueError(
+            f"{session.data}: a dataset of {manifest.kind}, but this experiment needs packed rows; prepare it"
+        )
     facts = manifest.facts
     if facts["vocab"] > config.model.vocab:
         raise ValueError(
@@ -63,7 +65,7 @@ def check_dataset(session: Session, manifest: DatasetManifest, config: TuningCon
 
 
 def _tokenizer_id(session: Session) -> str | None:
-    """The id of the tokenizer.json beside the base weights; None without one."""
+    """The id of the tokenizer.json beside the base weights; None if there is none."""
     path = None if session.inputs is None else session.inputs / FileTokenizer.kind
     return file_id(path.read_bytes()) if path is not None and path.is_file() else None
 
@@ -131,7 +133,7 @@ def cosine(config: CosineAdamW, step: int, steps: int) -> float:
 
 
 def of_weights(step: int, val_loss: float | None) -> str:
-    """The name under which results of the weights at `step` are kept. Equal weights have equal names: after a node lost
+    """The name under which results of the weights at `step` are kept. Equal weights have equal names: if a node lost
     its last steps, training them again on a GPU may give other weights.
     """
     return f"{step} {val_loss!r}"

@@ -15,13 +15,13 @@ from gpufleet.job.kind.batch import rows_per_rank
 from gpufleet.job.kind.common import Rung, bounded
 from gpufleet.job.kind.job import Alternative, Processes, changed
 
-LOGIT_BYTES = 12  # per token and vocabulary entry of one chunk: fp32 logits, log-probabilities and gradient
+LOGIT_BYTES = 12  # bytes per token and vocabulary entry of one chunk: fp32 logits, log-probabilities and gradient
 LARGER_BATCHES = 2, 4, 8  # multiples of the file's batch that a comparison shows
 LOSS_CHUNK = 1024  # tokens whose logits exist at once: the loss is computed in chunks
 # Host ms to launch a compiled layer of a micro-batch, forward and backward: 60 launches with all weights and 117 with
-# adapters, by the compiler's own plan (torch 2.13.0 on a CPU, 2026-11-23), and one for each gradient that is added up;
-# 36 us each, as growth's layers take (growth.py). Not included: the loss, FSDP2's hooks, the repeated forward pass with
-# checkpointing. Clipping and AdamW as there.
+# adapters, by the compiler's own plan (torch 2.13.0 on a CPU, 2026-11-23), and one launch for each gradient that is
+# added up; 36 us each, as growth's layers take (growth/spec.py). Not included: the loss, FSDP2's hooks, the repeated
+# forward pass with checkpointing. Clipping and AdamW as there.
 LAYER_LAUNCH_MS, LORA_LAUNCH_MS, LAUNCH_MS = 2.4, 4.7, 3.0
 
 
@@ -102,9 +102,7 @@ def whole_state(
 
 
 def frozen_bytes(m: DecoderConfig, ranks: int) -> float:
-    """Bytes on one rank of a bf16 base sharded over `ranks`: the rank's part, and two layers and the tables
-    gathered.
-    """
+    """Bytes on one rank of a bf16 base sharded over `ranks`: its part, and two layers and the tables gathered."""
     whole = parameters(m) * 2
     if ranks == 1:
         return whole
@@ -117,14 +115,14 @@ def gathered_bytes(m: DecoderConfig, compute: str, *, again: bool) -> int:
 
 
 def activations(m: DecoderConfig, tokens: int, compute: int, rung: Rung, *, adapters: int = 0) -> float:
-    """Bytes that all layers keep for `tokens` tokens; with checkpointing one layer is whole again in backward."""
+    """Bytes that all layers keep for `tokens` tokens. With checkpointing, one layer keeps all in backward."""
     layer_bytes = layer_activation_bytes(m, compute, rung, adapters=adapters)
     again = layer_activation_bytes(m, compute, Rung(micro=1), adapters=adapters) if rung.checkpointing else 0.0
     return tokens * (m.layers * layer_bytes + again + 2 * m.width * compute)
 
 
 def batch_problems(batch: TokenBatch, row: int, betas: tuple[float, ...]) -> list[tuple[str, str]]:
-    """Problems of batches that are no whole rows, and of AdamW's betas, as (path, sentence)."""
+    """Problems of batches that are not whole rows, and of AdamW's betas, as (path, sentence)."""
     wrong = []
     if batch.tokens % row:
         wrong.append(("batch.tokens", f"a multiple of data.row, {row}: a step takes whole rows"))

@@ -21,7 +21,7 @@ from gpufleet.job.experiments.two_tower.folds import Indices, Member, fold_of, g
 from gpufleet.job.experiments.two_tower.ranking import GAINS, Tables
 from gpufleet.job.experiments.two_tower.spec import MOST_RANKED
 
-NEIGHBOURS = 10  # of the neighbour feature
+NEIGHBOURS = 10  # models of the neighbour feature
 PROJECTIONS = 8  # principal directions of the training queries' sentence vectors
 FEATURES = 5 + PROJECTIONS
 PARTS = 8  # parts of the training queries: the features of each part come from the other seven
@@ -42,13 +42,12 @@ LAMBDARANK = {
 
 
 def popularity(member: Member, tables: Tables) -> Floats:
-    """[test, M]: the mean gain of each model on the training queries, so every query gets the same order."""
+    """[test, M]: the mean gain of each model on the training queries; every query gets the same order."""
     mean_M = _mean(tables.labels[member.train], GAINS).astype(np.float32)
     return np.tile(mean_M, (len(member.test), 1))
 
 
 def random_order(member: Member, tables: Tables, seed: int) -> Floats:
-    """[test, M] of uniform numbers."""
     draw = np.random.default_rng([seed, member.fold])
     return draw.random((len(member.test), tables.labels.shape[1]), dtype=np.float32)
 

@@ -13,9 +13,7 @@ from gpufleet.job.kind.dataset import Given
 
 
 class RankingData(PreparedDataset[TwoTowerConfig]):
-    """Queries, models and labels. The modules that prepare them are imported on use, because these modules import
-    numpy.
-    """
+    """Queries, models and labels. The modules that prepare them are imported on use, because they import numpy."""
 
     arguments: ClassVar[dict[str, str]] = {"million-llms": "FOLDER"}
     takes_tokenizer: ClassVar[bool] = False

@@ -44,10 +44,10 @@ class Member:
 class MemberRows:
     """The training rows of one member, padded to the length of the others."""
 
-    sentences: Floats  # [R, S]; zero where padded
+    sentences: Floats  # [R, S]; zero in padded rows
     targets: Floats  # [R, M]: gains that sum to 1, or all 0
     weights: Floats  # [R]: mean 1 over the rows, 0 for rows without a target
-    weak: int  # how many of these rows are discovery queries
+    weak: int  # number of these rows that are discovery queries
 
 
 def fold_of(queries: int, folds: int, seed: int) -> Indices:
@@ -86,7 +86,6 @@ def refit_member(queries: int) -> Member:
 
 
 def gains(labels: Labels) -> Floats:
-    """The gain of each label, for training."""
     return worth(labels).astype(np.float32)
 
 
@@ -96,7 +95,7 @@ def worth(labels: Labels) -> NDArray[np.float64]:
 
 
 def weak_labels(discovery_NS: Floats, queries_TS: Floats, gains_TM: Floats, weak: Weak) -> tuple[Indices, Floats]:
-    """Returns the discovery queries that got labels, ascending, and their gains.
+    """The discovery queries that got labels, ascending, and their gains.
 
     Neighbours are the `neighbours` most similar queries with cosine >= `similarity`. A label is the mean of the
     neighbours' labels, weighted by similarity. The `queries` most confident discovery queries with confidence >=
@@ -135,9 +134,7 @@ def without_relevant(config: TwoTowerConfig, labels: Labels) -> list[int]:
 
 
 def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> MemberRows:
-    """The member's training queries, then its weakly labelled queries, padded. Raises ValueError if no label is
-    relevant.
-    """
+    """The member's training queries, then its weakly labelled ones, padded. Raises ValueError if none is relevant."""
     require_relevant(member, tables.labels)
     gains_TM = gains(tables.labels[member.train])
     queries_TS = tables.queries[member.train]

@@ -22,7 +22,7 @@ from gpufleet.job.experiments.two_tower.model import (
 )
 from gpufleet.job.experiments.two_tower.spec import Sampled, TwoTowerConfig
 
-# number of best-scored irrelevant models from which hard negatives are drawn: our choice, the record names none
+# hard negatives are drawn from this number of best-scored irrelevant models: our choice, the record names none
 HARD_POOL = 50
 
 

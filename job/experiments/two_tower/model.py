@@ -85,14 +85,14 @@ class TwoTowerModel(nn.Module):
         return Towered(unit(query_Qd) / t.temperature, unit(model_Md), joined_QJ.float().view(-1, t.heads, t.head))
 
     def _tower(self, layers: nn.ModuleList, x: Tensor, bits: list[Tensor], noise: Noise | None, first: bool) -> Tensor:
-        """`first`: whether the tower's input itself has passed dropout."""
+        """The tower's output. `first`: whether its input has passed dropout."""
         for index, layer in enumerate(layers):
             dropped = noise if first or index else None
             x = self._hidden(layer, x, bits, dropped) if index < len(layers) - 1 else self._linear(layer, x, dropped)
         return x
 
     def _linear(self, layer: nn.Module, x: Tensor, dropped: Noise | None = None) -> Tensor:
-        """`dropped` not None: `x` has passed dropout."""
+        """The layer's output. If `dropped` is given, `x` has passed dropout."""
         return F.linear(*self._cast(layer, x, dropped))
 
     def _hidden(self, layer: nn.Module, x: Tensor, bits: list[Tensor], dropped: Noise | None = None) -> Tensor:
@@ -176,7 +176,7 @@ class Stack(nn.Module):
 
 
 def draw_noise(towers: Towers, members: int, queries: int, models: int, generator: torch.Generator) -> Noise | None:
-    """Fresh bits for one step of all members, on the generator's device; None where nothing is dropped."""
+    """Fresh bits for one step of all members, on the generator's device; None if nothing is dropped."""
     if not towers.dropout:
         return None
     sizes = (members, queries, sum(_query_units(towers))), (members, models, sum(towers.model[:-1]))
@@ -184,11 +184,12 @@ def draw_noise(towers: Towers, members: int, queries: int, models: int, generato
 
 
 def diversity(heads_QHh: Tensor) -> Tensor:
-    """The mean squared cosine between the outputs of different heads, per query. It is 0 if there is one head."""
+    """The mean squared cosine between the outputs of different heads, per query; 0 if there is only one head."""
     heads = heads_QHh.shape[-2]
     if heads == 1:
         return heads_QHh.new_zeros(heads_QHh.shape[:-2])
-    products_QHH = heads_QHh @ heads_QHh.mT  # has the lengths too: no pass over the heads makes unit vectors
+    # the products contain the lengths too, so no pass over the heads has to make unit vectors
+    products_QHH = heads_QHh @ heads_QHh.mT
     inverse_QH = torch.rsqrt(products_QHH.diagonal(dim1=-2, dim2=-1) + NORM_EPS**2)
     squares = (products_QHH * inverse_QH.unsqueeze(-1) * inverse_QH.unsqueeze(-2)).square()
     different = ~torch.eye(heads, dtype=torch.bool, device=squares.device)

@@ -39,7 +39,7 @@ from gpufleet.job.experiments.two_tower.sentences import Encoder, choose
 from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig, variants
 
 QUERIES, DISCOVERY, LABELS, NAMES = "queries.npy", "discovery.npy", "labels.npy", "names.json"
-GAINS = (0.0, 1.0, 0.7)  # of labels 0, 1 and 2: in the TREC files 1 is the best
+GAINS = (0.0, 1.0, 0.7)  # of labels 0, 1 and 2: in the TREC files 1 is the best label
 DISCOVERY_MADE = 40  # the least number of discovery queries in a generated dataset
 LATENT = 6  # rank of generated relevance
 # weight of generated models' skills against a popularity of spread 1: popularity alone reaches nDCG@10 0.6
@@ -55,7 +55,7 @@ class Tables:
     labels: Labels
     discovery: Floats
     names: dict[str, list[str]]
-    encoder: str  # "" where there was no text
+    encoder: str  # "" if there was no text
     judged: int  # number of judgements in the file, also those with label 0
 
 
@@ -180,7 +180,9 @@ def read_folder(
     `config` are reported before that. Raises ValueError with file, line and mistake.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder}: not a folder; it must hold queries.jsonl, labels.csv and maybe discovery.jsonl")
+        raise ValueError(
+            f"{folder}: not a folder; it must contain queries.jsonl and labels.csv, and may contain discovery.jsonl"
+        )
     queries = _sentences(folder / "queries.jsonl")
     path = folder / "discovery.jsonl"
     discovery = _sentences(path) if path.exists() else {}
@@ -205,7 +207,7 @@ def read_folder(
     if twice := len(queries) - distinct:
         say(
             f"WARNING: queries with the text or sentence vector of another: {twice} of {len(queries)}; where two lie "
-            "in different folds, one is learned from and the other tested: keep one of them in queries.jsonl"
+            "in different folds, one is trained on and the other tested: keep only one in queries.jsonl"
         )
     return Tables(
         queries=vectors[: len(queries)],
@@ -260,9 +262,9 @@ def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str], int]:
     if twice := [name for name in ("query", "model", "label") if list(names or ()).count(name) > 1]:
         raise ValueError(f"{path}:1: header {names!r:.200} names {twice[0]} twice; keep one column of that name")
     for where, line in _lines(reader, path):
-        # too many cells, such as a model's name with a comma, of which csv would keep the first half
+        # too many cells, for example because a model's name has a comma, of which csv would keep the first half
         if reader.restkey in line:
-            raise ValueError(f"{where}: more values than the header names; a name with a comma stands in double quotes")
+            raise ValueError(f"{where}: more values than the header names; put a name with a comma into double quotes")
         if line["query"] not in rows:
             raise ValueError(f"{where}: query {line['query']!r:.60} is not in queries.jsonl")
         if line["label"] not in ("0", "1", "2"):
@@ -270,7 +272,7 @@ def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str], int]:
         if not line["model"]:
             raise ValueError(f"{where}: no model")
         if line["model"] != line["model"].strip():  # a name with blanks would otherwise be a second model
-            raise ValueError(f"{where}: model {line['model']!r:.60} begins or ends with a blank; leave that out")
+            raise ValueError(f"{where}: model {line['model']!r:.60} begins or ends with a blank; remove it")
         key = rows[line["query"]], line["model"]
         if judged.setdefault(key, int(line["label"])) != int(line["label"]):
             raise ValueError(f"{where}: query {line['query']} and model {line['model']} are judged twice, differently")

@@ -67,7 +67,7 @@ def measured(phases: Sequence[Phase], records: list[dict[str, Any]]) -> list[dic
 
 
 def write(outcome: TwoTowerOutcome, workdir: Path, about: dict[str, Any], *, say: Callable[[str], None]) -> None:
-    """fold_table.json, fold_table.md, exports/scores.npz and results.json; `about` goes into the last."""
+    """Writes fold_table.json, fold_table.md, exports/scores.npz, and results.json, which also contains `about`."""
     config, folds = outcome.config, outcome.config.data.folds
     fold_Q, wanted = fold_of(config.data.queries, folds, config.seed), worth(outcome.tables.labels)
     ran = {name: tables_of.per_query(s, wanted) for name, s in outcome.baselines.items() if not isinstance(s, str)}

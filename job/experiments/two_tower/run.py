@@ -38,7 +38,7 @@ from gpufleet.job.kind.common import Rung
 from gpufleet.job.text import counted
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's defaults; the record names none
-FLOOR = 0.1  # of the learning rate, where the cosine ends
+FLOOR = 0.1  # share of the learning rate at which the cosine ends
 SCORED = 512  # queries scored at once when a phase has ended
 SPOKEN_S = 60.0  # seconds between two lines about one fold's trees, because a silent job counts as stuck
 REFIT_SEEDS = 1_000_000  # seeds of initial weights and dropout: different from every fold's
@@ -59,7 +59,7 @@ class TwoTower(Experiment):
             torch.set_float32_matmul_precision("high")  # TF32: ranks do not need fp32's last digits
         self.phases = Phase.chain(self.config.phases())
         self.progress: dict[str, Any] = {"families": {}, "refit": None}
-        self._losses_K: Tensor | None = None  # of the newest step that was read back
+        self._losses_K: Tensor | None = None  # losses of the newest step that was read back
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
         """Fresh members, with the scores of earlier families."""
@@ -78,7 +78,6 @@ class TwoTower(Experiment):
         return module
 
     def blank(self, phase: Phase) -> nn.Module:
-        """The members of a phase with the weights of their seeds, and their tensors on the device."""
         config, refit = self._config(phase), phase.name == REFIT
         self._members = [refit_member(config.data.queries)] if refit else members(config)
         self._batches = Batches(self._members, self.tables, config, self.session.device.torch)
@@ -104,12 +103,10 @@ class TwoTower(Experiment):
         return lr
 
     def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
-        """Every query of every member, in chunks."""
         place = step - phase.first + (REFIT_SEEDS if phase.name == REFIT else 0)
         return self._batches.work(self._config(phase), place, rung.micro)
 
     def validation(self, phase: Phase, rung: Rung) -> Work:
-        """Not used: `evaluate` ranks instead of measuring a loss."""
         return Work((), 1)
 
     def evaluated(self, phase: Phase, step: int) -> bool:
@@ -121,16 +118,12 @@ class TwoTower(Experiment):
         return local % self.config.steps_per_epoch == 0
 
     def measure(self, phase: Phase, module: nn.Module, rung: Rung) -> float | None:
-        """1 - the honest members' mean nDCG@10 on the folds that they watch; None for the refit, which
-        watches no fold.
-        """
+        """1 - the honest members' mean nDCG@10 on the folds that they watch; None for the refit, which watches none."""
         assert isinstance(module, Members)
         return None if phase.name == REFIT else 1 - fmean(self._watched(module)[: self.config.data.folds])
 
     def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float | None:
-        """The members' mean validation figure. Keeps each member's record, and the member's weights if these are its
-        best.
-        """
+        """The members' mean validation figure. Keeps each member's record, and its weights if they are its best."""
         assert isinstance(module, Members)
         if phase.name == REFIT:
             return None
@@ -156,7 +149,7 @@ class TwoTower(Experiment):
         return clip_each(optimizer.parameters(opt), self.config.optim.clip).mean()
 
     def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
-        """Stores the members' losses for the line of the epoch; metrics.jsonl gets none of these."""
+        """Keeps the members' losses for the epoch's line; metrics.jsonl gets none of them."""
         self._losses_K = aux["losses"].float().cpu()
         return {}
 
@@ -172,9 +165,7 @@ class TwoTower(Experiment):
         return None
 
     def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
-        """Scores each member of a family on its test fold, with its best weights. Nothing else looks at the test folds.
-        Exports the refit.
-        """
+        """Scores each member of a family on its test fold, which nothing else looks at. Exports the refit."""
         assert isinstance(module, Members)
         self._module = module
         if phase.name == REFIT:
@@ -244,7 +235,8 @@ class TwoTower(Experiment):
                     f"{fold}: {counted(trees, 'tree')} in {now - began:.0f} s, of at most {baselines.MAX_TREES}"
                 )
 
-        # Training is over, and the bill counts on the core that training left to the supervisor (engine/__main__.py).
+        # Training is over: this uses the core that training left to the supervisor, as the bill assumes
+        # (engine/__main__.py).
         is_set = "OMP_NUM_THREADS" in os.environ
         threads = torch.get_num_threads() if is_set else len(os.sched_getaffinity(0))
         scores = baselines.lambdarank(member, self.tables, seed=self.config.seed, threads=threads, stop=after_tree)
@@ -253,16 +245,13 @@ class TwoTower(Experiment):
 
     @torch.no_grad()
     def _watched(self, module: Members) -> list[float]:
-        """Each member's nDCG@10 on the fold that it watches."""
         module.eval()
         ndcg_K: list[float] = self._batches.watched_ndcg(module).tolist()
         module.train()
         return ndcg_K
 
     def _choose_refit(self) -> dict[str, Any]:
-        """The family that the watched folds prefer, and the median of that family's epochs over the folds. No test fold
-        is looked at.
-        """
+        """The family that the watched folds prefer, and the median of its epochs. Looks at no test fold."""
         folds = self.config.data.folds
         records = self.progress["families"]
         name = max(records, key=lambda name: fmean(records[name]["best"][:folds]))

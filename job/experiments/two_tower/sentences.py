@@ -24,7 +24,7 @@ _WORD = re.compile(r"\w+")
 
 
 class Encoder(Protocol):
-    """`name` contains everything the vectors depend on besides the sentences."""
+    """Turns sentences into vectors. `name` contains everything else on which the vectors depend."""
 
     @property
     def name(self) -> str: ...
@@ -33,15 +33,14 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MiniLM:
-    """all-MiniLM-L6-v2, on the CPU."""
-
     @property
     def name(self) -> str:
         return f"all-MiniLM-L6-v2 ({PACKAGE} {importlib.metadata.version(PACKAGE)})"
 
     def encode(self, sentences: Sequence[str]) -> Floats:
         """[N, 384]."""
-        importlib.import_module("transformers.utils.logging").disable_progress_bar()  # a hundred small tensors
+        # otherwise a bar is drawn for a hundred small tensors
+        importlib.import_module("transformers.utils.logging").disable_progress_bar()
         package = importlib.import_module(MODULE)
         model = package.load_model(device="cpu")
         vectors = model.encode(
@@ -77,7 +76,7 @@ class Hashed:
 def choose(width: int, say: Callable[[str], None] = lambda line: None) -> Encoder:
     """The real encoder if it is installed and has this `width`, else the hashed one, with a line that says why."""
     if width != MINILM_WIDTH:
-        reason = f"job.parameters.towers.sentence is {width}, and all-MiniLM-L6-v2 is {MINILM_WIDTH} wide"
+        reason = f"job.parameters.towers.sentence is {width}, but all-MiniLM-L6-v2 is {MINILM_WIDTH} wide"
     elif importlib.util.find_spec(MODULE) is None:
         reason = f"{PACKAGE} is not installed (pip install 'gpufleet[encoder]')"
     else:

@@ -54,7 +54,7 @@ class Towers:
 class Weak:
     """Labels for discovery queries from similar training queries, made anew for every fold."""
 
-    similarity: float = common.bounded(0.4, 0.0, 1.0)  # this is a neighbour's weight too, so not negative
+    similarity: float = common.bounded(0.4, 0.0, 1.0)  # this is a neighbour's weight too, so it is not negative
     confidence: float = common.bounded(0.5, 0.0, 1.0)
     neighbours: int = common.bounded(10, 1, 1000)
     queries: int = common.bounded(101, 0, 1_000_000)  # discovery queries used
@@ -139,7 +139,8 @@ class TwoTowerConfig(ExperimentConfig):
             query, model = family.towers.query, family.towers.model
             if query and model and query[-1] != model[-1]:
                 whose = f"those of {name} in the sweep do" if self.sweep else "towers.model does"
-                problems.append(("towers.query", f"widths that end with {model[-1]}, as {whose}: there both meet"))
+                allowed = f"widths that end with {model[-1]}, as {whose}: both towers have the same last width"
+                problems.append(("towers.query", allowed))
         if self.data.folds > self.data.queries:
             problems.append(("data.folds", f"at most the number of queries, {self.data.queries}"))
         if self.data.folds < 3:
@@ -348,9 +349,7 @@ def _of_phase(config: TwoTowerConfig, phase_index: int) -> tuple[TwoTowerConfig,
 
 
 def _scores_bytes(config: TwoTowerConfig) -> int:
-    """Bytes of scores in fp32: each fold's model on every judged query, and once more per query for the optimistic
-    protocol.
-    """
+    """Bytes of fp32 scores: each fold's model on every judged query, and one more per query for `optimistic`."""
     tables = config.data.folds + (1 if config.optimistic else 0)
     return 4 * len(variants(config)) * tables * config.data.queries * config.data.models
 

@@ -50,7 +50,7 @@ def absent(name: str, note: str) -> dict[str, Any]:
 
 
 def compared(name: str, ours: Tensor, other: str, theirs: Tensor, fold_Q: Indices) -> dict[str, Any]:
-    """nDCG@10 of two methods, paired by query."""
+    """Compares nDCG@10 of two methods, paired by query."""
     difference = ours - theirs
     folds = [difference[torch.from_numpy(fold_Q == fold)].mean().item() for fold in range(int(fold_Q.max()) + 1)]
     summary = spread(folds, (-1.0, 1.0))

@@ -1,11 +1,11 @@
 """The AWS CLI of a rehearsed node, imported only once: each call of `aws` on the node is a fork of one process that has
 imported it.
 
-`serve` is that process, which rehearsal/node.py starts; as a script this hands over one call: its words, folder,
+`serve` is that process, which rehearsal/node.py starts. As a script, this file hands one call to it: words, folder,
 environment and streams. Importing the CLI takes two thirds of a call's processor time, and a boot makes ten calls.
 """
 
-# ruff: noqa: T201, PTH109 - it speaks by printing, and imports as little as it can
+# ruff: noqa: T201, PTH109 - it prints its output, and imports as little as it can
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def call(folder: str, words: list[str]) -> int:
 
 
 def serve() -> None:
-    """Runs the calls that come to the socket in this folder, each in a process of its own, until standard input ends:
-    the rehearsal is over. Says on standard output when it listens.
+    """Runs the calls that come to the socket in this folder, each in a process of its own, until standard input ends,
+    which means that the rehearsal is over. Prints a line as soon as it listens.
     """
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(NAME)
@@ -78,7 +78,7 @@ def _run(asked: dict[str, Any], streams: list[int]) -> None:
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
         os.chdir(asked["folder"])
-        data_path = os.environ["AWS_DATA_PATH"]  # importing the CLI has set it
+        data_path = os.environ["AWS_DATA_PATH"]  # set by the import of the CLI
         os.environ.clear()
         os.environ.update({**asked["environment"], "AWS_DATA_PATH": data_path})
         sys.argv = ["aws", *asked["words"]]

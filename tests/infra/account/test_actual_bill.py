@@ -87,7 +87,8 @@ def test_a_runs_charges_are_asked_by_its_tags_and_told_by_line_on_all_pages() ->
 
 
 @pytest.mark.parametrize(
-    ("today", "said"), [(date(2026, 11, 22), "AWS shows charges a day later"), (TODAY, "its tags were not active then")]
+    ("today", "said"),
+    [(date(2026, 11, 22), "AWS shows charges a day later"), (TODAY, "they were not active during the run")],
 )
 def test_a_run_of_which_aws_tells_nothing_says_why(today: date, said: str) -> None:
     none = actual_bill.Charged(usd={}, estimated=False)

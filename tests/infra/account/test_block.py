@@ -66,7 +66,11 @@ def in_use(cloud: Cloud) -> None:
         (changed(zone="us-east-2b"), ["fleet.zones says us-east-2a, "], "Write us-east-2b."),
         (moved, ["fleet.block.start says 2026-", "fleet.block.end says 2026-"], "Write 2026-"),
         (ended, ["is expired"], "Name another block"),
-        (in_use, ["has 1 instance, 0 of them free or used by this run, which needs 1"], "End other instances in it"),
+        (
+            in_use,
+            ["has 1 instance, 0 of them free or used by this run, which needs 1"],
+            "End other instances in the block",
+        ),
     ],
     ids=["none", "type", "zone", "dates", "over", "in use"],
 )
@@ -118,7 +122,7 @@ def test_wait_says_in_aws_s_words_why_there_are_too_few_and_how_to_begin_again(
     code, said = waited(cloud, two)
     assert code == 1
     assert "AWS says: InsufficientInstanceCapacity: " in said
-    assert f"fleet {fleet} has 1 of 2 nodes, and asks for no other" in said
+    assert f"fleet {fleet} has 1 of 2 nodes, and asks for no more" in said
     assert f"--terminate-instances --fleet-ids {fleet} --region us-east-2" in said
 
 
@@ -130,7 +134,7 @@ def test_a_lost_node_is_told_by_wait_and_status(cloud: Cloud, in_block: StackDef
     cloud.tick()
     code, said = waited(cloud, in_block)
     assert code == 1
-    assert f"fleet {fleet} has 0 of 1 node, and asks for no other" in said
+    assert f"fleet {fleet} has 0 of 1 node, and asks for no more" in said
     ec2, s3 = aws.client("ec2", "us-east-2"), aws.client("s3", "us-east-2")
     lines = list(status.report(in_block, ec2, s3, cloud.clock.now()))
     assert any("the fleet has 0 of 1 node and replaces none: gpufleet wait" in line for line in lines)

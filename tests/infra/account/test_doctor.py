@@ -273,7 +273,11 @@ def test_a_fallback_is_held_against_the_quotas_of_both_markets(cloud: Cloud, sta
 
 @pytest.mark.parametrize(
     ("vcpus", "code", "said"),
-    [(0, 1, "takes 4 to 8\n"), (4, 0, "takes 4 to 8: the larger types cannot launch\n"), (8, 0, "two nodes' vCPUs")],
+    [
+        (0, 1, "takes 4 to 8\n"),
+        (4, 0, "takes 4 to 8: the larger types cannot launch\n"),
+        (8, 0, "the vCPUs of two nodes"),
+    ],
 )
 def test_a_quota_for_the_smaller_of_two_types_is_no_problem(
     cloud: Cloud, stack: Path, capsys: pytest.CaptureFixture[str], vcpus: int, code: int, said: str
@@ -291,7 +295,7 @@ def test_a_quota_for_the_smaller_of_two_types_is_no_problem(
     [
         pytest.param(16, [("g5.4xlarge", False, {})], "problem", "16 of them in use by i-", id="all of it"),
         pytest.param(32, [("g5.4xlarge", False, {})], "ok", "16 of them in use by i-", id="enough is left"),
-        pytest.param(28, [("g5.4xlarge", False, {})], "warning", "two nodes' vCPUs", id="one node is left"),
+        pytest.param(28, [("g5.4xlarge", False, {})], "warning", "the vCPUs of two nodes", id="one node is left"),
         pytest.param(16, [("g5.4xlarge", True, {})], "ok", "is 16 vCPUs; one node", id="a spot one counts apart"),
         pytest.param(16, [("m5.4xlarge", False, {})], "ok", "is 16 vCPUs; one node", id="so does another family"),
         pytest.param(

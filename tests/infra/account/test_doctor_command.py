@@ -105,7 +105,7 @@ def test_a_secret_under_a_key_of_one_s_own_is_read_only_where_the_file_names_the
     )
 
     main(["doctor", "mine"])
-    assert f"ssm:/team/hf is encrypted with {key['KeyId']}: a node may decrypt with account.kms_key" in (
+    assert f"ssm:/team/hf is encrypted with {key['KeyId']}, but nodes may only use account.kms_key" in (
         capsys.readouterr().out
     )
     stack.write_text(stack.read_text() + f"account: {{kms_key: '{key['Arn']}'}}\n")

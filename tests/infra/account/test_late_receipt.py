@@ -159,7 +159,7 @@ def test_while_aws_does_not_say_that_the_run_is_over_no_receipt_is_made_and_none
     assert not receipt.exists()
     receipt.write_text("{}")  # as made at the run's end: AWS forgets why nodes ended
     assert main(["results", "small-growth"]) == 1
-    assert "it is not done, and whether it goes on AWS does not say." in capsys.readouterr().out
+    assert "it is not done, and AWS does not say whether it goes on." in capsys.readouterr().out
     assert receipt.exists()
 
 

@@ -83,6 +83,40 @@ def test_sweep_does_not_take_another_owner_s_node_for_a_leftover(
     assert re.fullmatch(rf".*nothing billable is left over\. {theirs}", last)
 
 
+def test_a_fleet_of_several_nodes_is_the_stack_s_by_the_subnet_of_its_template_s_interfaces(
+    cloud: Cloud, stack: StackDefinition
+) -> None:
+    declare_fleet(cloud)
+    ec2 = cloud.client("ec2")
+    (subnet,) = ec2.describe_subnets(Filters=[{"Name": "cidr-block", "Values": ["10.0.0.0/24"]}])["Subnets"]
+    tags = [{"Key": key, "Value": value} for key, value in {**TAGS, "gpufleet:owner": "bob"}.items()]
+    (first,) = ec2.describe_launch_templates()["LaunchTemplates"]
+    (known,) = ec2.describe_launch_template_versions(LaunchTemplateId=first["LaunchTemplateId"])[
+        "LaunchTemplateVersions"
+    ]
+    interfaces = [{"DeviceIndex": 0, "SubnetId": subnet["SubnetId"]}]
+    data = {"ImageId": known["LaunchTemplateData"]["ImageId"], "NetworkInterfaces": interfaces}
+    template = ec2.create_launch_template(LaunchTemplateName="several", LaunchTemplateData=data)["LaunchTemplate"][
+        "LaunchTemplateId"
+    ]
+    several = ec2.create_fleet(
+        Type="maintain",
+        TargetCapacitySpecification={"TotalTargetCapacity": 0, "DefaultTargetCapacityType": "spot"},
+        LaunchTemplateConfigs=[
+            {
+                "LaunchTemplateSpecification": {"LaunchTemplateId": template, "Version": "1"},
+                "Overrides": [{"InstanceType": "g5.2xlarge"}],
+            }
+        ],
+        TagSpecifications=[{"ResourceType": "fleet", "Tags": tags}],
+    )["FleetId"]
+    owners = {found.id: found.owner for found in leftovers.look(stack, aws.client, NOW)}
+    assert owners[several] == ""
+    ec2.delete_launch_template(LaunchTemplateId=template)
+    owners = {found.id: found.owner for found in leftovers.look(stack, aws.client, NOW)}
+    assert owners[several] == "bob"
+
+
 def test_sweep_finds_a_node_by_its_fleet_when_its_own_tags_are_gone(cloud: Cloud, stack: StackDefinition) -> None:
     declare_fleet(cloud)
     cloud.tick()
@@ -123,7 +157,7 @@ def test_an_ami_of_a_bake_is_kept_until_its_day_and_then_a_leftover(
     assert found.note.startswith("100 GiB")
     assert found.usd_per_month.quantize(Decimal("0.01")) == Decimal("5.37")
     said = "\n".join(sweep.table(stack, [found]))
-    assert "Kept by `gpufleet bake`; `gpufleet bake small-growth --delete` takes it away:" in said
+    assert "Kept by `gpufleet bake`; `gpufleet bake small-growth --delete` deletes it:" in said
     late = leftovers_by_kind(stack, datetime(2026, 12, 21, 12, 1, tzinfo=UTC))["AMI"]
     assert late.unwanted
     late.steps[0].do(lambda service: cloud.client(service))
@@ -197,7 +231,7 @@ def test_a_right_that_is_missing_hides_no_node_and_is_not_taken_for_nothing(
         cloud.deny(action)
     assert main(["sweep", "small-growth"]) == 2
     _, title, volumes, roles, last = capsys.readouterr().out.splitlines()
-    assert title == "Not looked at, so these may exist and cost money:"
+    assert title == "AWS did not show these; they may exist and cost money:"
     assert re.fullmatch(r" +volumes +AWS does not let you call DescribeVolumes: .*", volumes)
     assert re.fullmatch(r" +roles +AWS does not let you call ListRoles: .*", roles)
     assert last == "small-growth in us-east-2: nothing billable is among the things that AWS shows."

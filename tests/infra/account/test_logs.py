@@ -150,7 +150,7 @@ def test_silence_says_its_reason_and_is_followed_only_where_something_may_come(
     bucket = declare_bucket(cloud)
     put(cloud, bucket, "run.json", {})
     assert main(["logs", "small-growth", "--boot"]) == 2
-    assert "no node of run r1 has left a boot log yet" in capsys.readouterr().err
+    assert "there is no boot log of run r1 yet" in capsys.readouterr().err
     assert main(["logs", "small-growth", "--follow"]) == 2
     assert "the stack of run r1 is destroyed, and its log group with it" in capsys.readouterr().err
     log_group(cloud, "r0/i-0", "of an earlier run")

@@ -68,7 +68,7 @@ def test_a_run_in_stages_counts_with_the_limit_of_the_whole(cloud: Cloud, path: 
 def test_a_run_whose_limit_is_not_to_be_seen_lets_nothing_begin(cloud: Cloud, path: Path) -> None:
     declare_fleet(cloud)
     cloud.tick()
-    with pytest.raises(GpufleetError, match=f"run r1 of {NAME} goes on, and its bucket with its limit is not"):
+    with pytest.raises(GpufleetError, match=f"run r1 of {NAME} goes on, but its limit is unknown"):
         looked(path.parents[1])
 
 

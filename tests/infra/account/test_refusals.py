@@ -26,7 +26,7 @@ def client_error(code: str, message: str = "the message.") -> botocore.exception
         (botocore.exceptions.ProfileNotFound(profile="x"), "list-profiles"),
         (botocore.exceptions.SSOTokenLoadError(error_msg="gone"), "aws sso login"),
         (botocore.exceptions.EndpointConnectionError(endpoint_url="http://x"), "cannot be reached"),
-        (botocore.parsers.ResponseParserError("invalid XML: <!doctype html>"), "is not AWS"),
+        (botocore.parsers.ResponseParserError("invalid XML: <!doctype html>"), "is not from AWS"),
         (botocore.exceptions.ConnectTimeoutError(endpoint_url="http://x"), "cannot be reached"),
         (client_error("UnauthorizedOperation"), "does not let you call DescribeFleets: the message."),
         (client_error("AccessDenied"), "does not let you call"),

@@ -92,7 +92,8 @@ def test_of_two_people_with_one_file_the_owner_chooses(
     said = capsys.readouterr().out
     assert said.startswith(f"s3://{mine}/r1/ to ")
     assert (
-        f"lies elsewhere too: s3://{theirs}/r1/ (owner bob); this command uses the newest of run.owner, you.\n" in said
+        f"lies elsewhere too: s3://{theirs}/r1/ (owner bob); this command uses the newest bucket of run.owner, you.\n"
+        in said
     )
     path.write_text(path.read_text().replace("owner: you", "owner: bob"))
     main(["results", "small-growth"])

@@ -99,8 +99,8 @@ def test_status_tells_of_the_fallback_and_its_hour(cloud: Cloud, stack: StackDef
         return "\n".join(status.report(late, ec2, s3, now, aws.client("scheduler", "us-east-2")))
 
     assert f"and {other}, on-demand, stands by" in said(NOW)
-    assert "to on demand: at 2026-11-22 09:00 UTC, unless a node that trains moves it" in said(NOW)
-    assert "to on demand: since 2026-11-22 09:00 UTC, unless it has no capacity" in said(NOW + timedelta(days=1))
+    assert "to on demand: at 2026-11-22 09:00 UTC, unless a node that trains changes the hour" in said(NOW)
+    assert "to on demand: since 2026-11-22 09:00 UTC, unless AWS has no capacity there" in said(NOW + timedelta(days=1))
     scheduler.update_schedule(**asked, ScheduleExpression="at(2026-11-22T09:00:00)", State="DISABLED")
     assert "to on demand: off, as the run is over or its limits do not pay for it" in said(NOW)
     cloud.client("ec2").modify_fleet(FleetId=other, TargetCapacitySpecification={"TotalTargetCapacity": 1})
@@ -213,7 +213,7 @@ def test_status_names_a_fleet_that_goes_on_after_its_run(cloud: Cloud, stack: St
     put(cloud, bucket, "done.json", {"reason": "finished", "at": "2026-11-21T12:01:00Z"})
     told = stated(stack).get("needless", "")
     assert told.endswith(f"--fleet-ids {fleet} --region us-east-2") is bool(capacity)
-    assert ("each billed until it sees that the run is over" in told) is bool(capacity)
+    assert ("Each is billed until it sees that the run is over" in told) is bool(capacity)
 
 
 def test_status_of_a_run_that_is_done_says_what_comes_next(cloud: Cloud, stack: StackDefinition) -> None:
@@ -278,7 +278,7 @@ def test_status_says_what_else_answers_to_this_run_and_whose_it_is(cloud: Cloud,
     assert f"also {theirs}, active, owner bob; this is the one of run.owner, you" in said
     assert sum(line.endswith("owner bob") for line in said.splitlines() if line.startswith("node ")) == 1
     assert (
-        "also s3://gpufleet-small-growth-1b2c3d4/r1/ (owner bob); this command uses the newest of run.owner, you"
+        "also s3://gpufleet-small-growth-1b2c3d4/r1/ (owner bob); this command uses the newest bucket of run.owner, you"
         in said
     )
     cloud.client("ec2").delete_launch_template(LaunchTemplateName="gpufleet-small-growth-r1-you")

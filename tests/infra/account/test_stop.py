@@ -69,7 +69,10 @@ def test_of_a_fleet_at_zero_no_node_is_promised(
     put(cloud, declare_bucket(cloud), "run.json", {})
     asked(stack)
     said = capsys.readouterr().out
-    assert "the fleet is at 0, so no node will act on it. `gpufleet wait small-growth` says how one does." in said
+    assert (
+        "the fleet is at 0, so no node will act on the request. `gpufleet wait small-growth` says how to start one."
+        in said
+    )
     assert "The next one" not in said
 
 

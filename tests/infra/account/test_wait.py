@@ -170,10 +170,10 @@ def test_a_wait_that_times_out_ends_with_the_reasons_and_the_next_command(cloud:
     [
         ("Your account is being verified. (PendingVerification)", False, "AWS is still verifying this account. Wait"),
         ("This account is blocked and not recognized as valid. (Blocked)", True, "it is blocked"),
-        ("You are not subscribed to this service. (OptInRequired)", True, "not subscribed to what the AMI needs"),
+        ("You are not subscribed to this service. (OptInRequired)", True, "lacks a subscription that the AMI needs"),
         ("You are not authorized to perform this operation. (UnauthorizedOperation)", True, "a policy of the account"),
         ("Volume of size 75GB is smaller than its snapshot (InvalidBlockDeviceMapping)", True, "accept the disks"),
-        ("The gp3 storage limit of this region is exceeded. (VolumeLimitExceeded)", True, "quota of disks"),
+        ("The gp3 storage limit of this region is exceeded. (VolumeLimitExceeded)", True, "quota for disks"),
         (
             "Something that AWS says since yesterday",
             False,
@@ -202,10 +202,10 @@ def test_what_aws_said_stands_last_and_what_cannot_pass_ends_the_wait_at_once(
             "Client.VolumeLimitExceeded",
             "Volume limit exceeded",
             True,
-            "Waiting cannot help: the account's quota of disks",
+            "Waiting cannot help: the account's quota for disks",
         ),
         ("Server.Odd", "nobody knows", False, "AWS says: Server.Odd: nobody knows"),
-        ("Client.InstanceInitiatedShutdown", "Instance initiated shutdown", False, "came and went"),
+        ("Client.InstanceInitiatedShutdown", "Instance initiated shutdown", False, "started and ended"),
     ],
 )
 def test_nodes_that_end_at_launch_are_told_with_their_reason_and_that_each_start_is_billed(
@@ -241,7 +241,7 @@ def test_nodes_that_end_at_launch_are_told_with_their_reason_and_that_each_start
     assert found == 1
     assert ("Waiting cannot help" in said) is at_once
     assert any(last in line for line in said.splitlines()[-4:])
-    assert "each start is billed, a minute at least" in said
+    assert "once a node runs, at least a minute is billed" in said
     assert "Nothing is billed" not in said
 
 

@@ -138,13 +138,11 @@ def test_a_calibrated_bill_cites_its_measurement_and_warns_of_no_speed() -> None
 
 
 def test_a_refused_measurement_is_named_and_the_bill_is_uncalibrated() -> None:
-    found = bill(
-        RefusedCalibration(why="calibrations/x.json does not count any more: job.parameters.model.width was 1, is 2")
-    )
+    found = bill(RefusedCalibration(why="calibrations/x.json no longer counts: job.parameters.model.width was 1, is 2"))
     assert not found.calibrated
     assert found.usd == bill(None).usd
     assert any(warning.startswith("uncalibrated: 50% of the roofline") for warning in found.warnings)
-    assert "g5.2xlarge: calibrations/x.json does not count any more: job.parameters.model.width was 1, is 2" in (
+    assert "g5.2xlarge: calibrations/x.json no longer counts: job.parameters.model.width was 1, is 2" in (
         found.warnings
     )
 
@@ -182,7 +180,7 @@ def test_the_command_finds_the_measurement_and_says_how_right_earlier_bills_were
     file.write_text(json.dumps(replaced(measurement())))
     assert main(["cost", "small-growth", "--all"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "does not count any more: job.parameters.batch.sequences was 3, is 16" in shown
+    assert "no longer counts: job.parameters.batch.sequences was 3, is 16" in shown
 
 
 def replaced(tree: dict[str, Any]) -> dict[str, Any]:

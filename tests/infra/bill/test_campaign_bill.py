@@ -98,7 +98,7 @@ def test_what_a_pruner_is_worth_is_a_range_with_its_assumption() -> None:
     assert "each keeps its rank from its first figure on" in " ".join(found.lines())
     unknown = campaign.price([one._replace(steps=None)], terms("60", pruner="asha", **search))
     assert unknown.stopped is None
-    assert "What asha is worth is not known" in " ".join(unknown.lines())
+    assert "What asha saves is not known" in " ".join(unknown.lines())
 
 
 def test_a_file_whose_values_are_drawn_is_priced_as_often_as_it_is_drawn() -> None:

@@ -110,7 +110,8 @@ def test_a_comparison_says_why_a_type_is_none_for_both_markets() -> None:
         ("g6.2xlarge", "on-demand"),
         ("g6e.2xlarge", "spot"),
     }
-    (row,) = (row for row in rows if (row.type, row.capacity) == ("g5.2xlarge", "on-demand"))
+    reasoned = ranking.with_reasons(rows, None)
+    (row,) = (row for row in reasoned if (row.type, row.capacity) == ("g5.2xlarge", "on-demand"))
     assert row.lost == "g5.2xlarge on demand costs 1.212 USD an hour, above 1"
 
 

@@ -72,7 +72,7 @@ def test_prepare_warns_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_all_weights_at_the_rate_of_an_adapter_are_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = "method: full at an adapter's optim.lr, 2e-4, the default: set it, 1e-5 for instance"
+    words = "method: full at an adapter's optim.lr, 2e-4, which is the default: set it, for instance to 1e-5"
     plan = stack("sft-h100", method="full")
     assert words in price(plan, load_catalog(), runs=50).warnings
     predict(stack("sft-h100", method="full", model={"layers": 2}), tmp_path, NOW, print)

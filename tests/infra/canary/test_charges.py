@@ -66,13 +66,13 @@ def test_charges_that_no_receipt_expects_are_refuted(
 
 
 def test_a_charge_that_is_not_known_yet_leaves_the_file_as_it_is(flown: Proof, tmp_path: Path) -> None:
-    with pytest.raises(AwsRefused, match="ask again a day after"):
+    with pytest.raises(AwsRefused, match="try again a day after"):
         judged(flown, tmp_path)
     assert "charged" not in flown.tree
 
 
 def test_receipts_that_lie_elsewhere_are_said_to(flown: Proof, tmp_path: Path) -> None:
-    with pytest.raises(GpufleetError, match="ask for its bill where the canary flew"):
+    with pytest.raises(GpufleetError, match="run this on the machine that ran the canary"):
         charges.kept_receipts(flown, tmp_path / "other")
 
 

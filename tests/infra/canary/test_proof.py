@@ -66,13 +66,13 @@ def test_the_page_begins_with_what_was_refuted(tmp_path: Path) -> None:
 
 
 def test_doctor_says_how_old_the_newest_is_and_warns_of_an_old_one(tmp_path: Path) -> None:
-    assert proof.check(tmp_path, "us-east-2", date(2026, 12, 1)).found.startswith("none has flown in us-east-2")
+    assert proof.check(tmp_path, "us-east-2", date(2026, 12, 1)).found.startswith("none has run in us-east-2")
     proof.write(made(tmp_path), tmp_path / FOLDER)
     young = proof.check(tmp_path, "us-east-2", date(2026, 12, 1))
     assert (young.state, young.found[:34]) == ("ok", "the newest of us-east-2 is 2 days ")
     old = proof.check(tmp_path, "us-east-2", date(2027, 12, 1))
     assert (old.state, old.fix) == ("warning", "gpufleet canary --region us-east-2")
-    assert proof.check(tmp_path, "eu-west-1", date(2026, 12, 1)).found.startswith("none has flown in eu-west-1")
+    assert proof.check(tmp_path, "eu-west-1", date(2026, 12, 1)).found.startswith("none has run in eu-west-1")
 
 
 def test_a_file_of_the_embedded_aws_proves_nothing(tmp_path: Path) -> None:

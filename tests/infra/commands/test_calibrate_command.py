@@ -224,7 +224,7 @@ def test_a_place_where_the_measurement_cannot_be_kept_is_said_before_the_probe(
 ) -> None:
     (project_root(path.parent) / "calibrations").write_text("")
     assert main(["calibrate", "small-growth", "--steps", "90"]) == 2
-    assert "/calibrations is no folder, or must not be written to; put that right" in capsys.readouterr().err
+    assert "/calibrations is not a writable folder; correct that" in capsys.readouterr().err
     assert probed == []
 
 

@@ -189,7 +189,7 @@ def test_what_was_shown_begins_and_nothing_else(night: NightWorld, capsys: pytes
     assert carried_out(forget=True) == 0
     assert carried_out(look=True) == 1
     assert campaign_bucket.find_ledger(aws.client, "night", "us-east-2") is None
-    with pytest.raises(GpufleetError, match=r"begun, and the campaign has no ledger. It is lost"):
+    with pytest.raises(GpufleetError, match=r"begun, but the campaign has no ledger. It is lost"):
         carried_out(approve=hash_)
 
 

@@ -105,7 +105,7 @@ def test_what_ended_runs_told_is_read_from_the_bucket(
     records.keep("t1", {"metrics.jsonl": line.replace(b'"loss"', b'"cost"')})
     told = driver(records, tmp_path)._read_all(ledger("t0", "t1", "t2", ended=2), [])
     assert [(each.last, each.ended) for each in told] == [(2.5, "finished"), (None, ""), (None, None)]
-    assert capsys.readouterr().err == "gpufleet: t1 told no figure loss; it told cost\n"
+    assert capsys.readouterr().err == "gpufleet: t1 reports no figure loss; it reports cost\n"
 
 
 def test_only_documents_of_trials_are_brought(records: CampaignRecords, tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_an_endpoint_that_is_not_there_ends_in_a_sentence(
             FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/']"),
             r"found in \['/tmp', '/'\]: free some space there, or name a folder with room in TMPDIR",
         ),
-        (OSError(errno.ENOENT, "No such file or directory"), "the folder in which this was run is not there any more"),
+        (OSError(errno.ENOENT, "No such file or directory"), "the folder in which this was run no longer exists"),
     ],
 )
 def test_trouble_with_files_is_a_sentence_with_the_path_and_what_to_do(

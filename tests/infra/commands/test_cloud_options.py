@@ -49,7 +49,7 @@ def test_a_rehearsal_of_no_stack_names_those_there_are(
     assert main(["rehearse", *words]) == 2
     assert "which stack is to be rehearsed? There are growth; --all" in capsys.readouterr().err
     assert main(["rehearse", "growth", "--all"]) == 2
-    assert "give either of the two" in capsys.readouterr().err
+    assert "give one of the two" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import json
 import re
 import shutil
+import tempfile
+from contextlib import chdir, redirect_stdout
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -65,54 +69,52 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def rows(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
-    return {row["scenario"]: row for row in printed(capsys, "compare", "sft-h100")["scenarios"]}
+@functools.cache
+def output(*words: str, prepared: bool = False) -> str:
+    """What a command prints in such a project, with or without a prepared dataset of sft-h100."""
+    with tempfile.TemporaryDirectory() as folder, chdir(folder), redirect_stdout(io.StringIO()) as stream:
+        shutil.copytree(ROOT / "stacks", "stacks")
+        if prepared:
+            prepare(Path(folder))
+        assert main([*words]) == 0
+    return stream.getvalue()
 
 
-def test_a_prepared_datasets_counts_enter_every_row_as_they_enter_the_bill(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = rows(capsys)
-    prepare(project)
-    counted = rows(capsys)
+def rows(*, prepared: bool = False) -> dict[str, dict[str, Any]]:
+    found = json.loads(output("compare", "sft-h100", "--json", prepared=prepared))
+    return {row["scenario"]: row for row in found["scenarios"]}
+
+
+def test_a_prepared_datasets_counts_enter_every_row_as_they_enter_the_bill() -> None:
+    expected, counted = rows(), rows(prepared=True)
     for scenario in ("h100-optimized", "p5-8xh100", "fsdp-2xh100"):
         assert expected[scenario]["dataset"] is None
         assert counted[scenario]["dataset"] == "data/sft"
         assert counted[scenario]["tokens"] < expected[scenario]["tokens"] / 10
-        assert counted[scenario]["usd"] == printed(capsys, "cost", "sft-h100", "--scenario", scenario)["usd"]
+        bill = json.loads(output("cost", "sft-h100", "--scenario", scenario, "--json", prepared=True))
+        assert counted[scenario]["usd"] == bill["usd"]
 
 
-def test_that_prices_are_old_is_told_of_a_comparison_and_of_a_sum(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_that_prices_are_old_is_told_of_a_comparison_and_of_a_sum() -> None:
     """The shipped spot prices are from January 2026."""
     for words in (["compare", "two-tower"], ["compare", "two-tower", "--all"], ["cost", "two-tower", "--times", "2"]):
-        assert main(words) == 0
-        assert "`gpufleet prices refresh`" in " ".join(capsys.readouterr().out.split())
+        assert "`gpufleet prices refresh`" in " ".join(output(*words).split())
 
 
-def test_the_options_of_a_work_are_counted_alike(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prepare(project)
-    found = printed(capsys, "compare", "sft-h100", "--scenario", "l40s-1")["options"]
+def test_the_options_of_a_work_are_counted_alike() -> None:
+    found = json.loads(output("compare", "sft-h100", "--scenario", "l40s-1", "--json", prepared=True))["options"]
     assert {row["dataset"] for row in found} == {"data/sft"}
     assert len({row["tokens"] for row in found}) == 1
 
 
-def test_a_scenario_that_says_what_its_data_counts_keeps_its_word(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = rows(capsys)["validation"]
-    prepare(project)
-    assert rows(capsys)["validation"] == expected
+def test_a_scenario_that_says_what_its_data_counts_keeps_its_word() -> None:
+    assert rows(prepared=True)["validation"] == rows()["validation"]
 
 
-def test_the_page_says_whose_counts_it_used(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["compare", "sft-h100", "--all"])
-    assert "as prepared" not in capsys.readouterr().out
-    prepare(project)
-    main(["compare", "sft-h100", "--all"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Counted from data/sft as prepared, not as job.parameters.data expects, but for validation." in said
+def test_the_page_says_whose_counts_it_used() -> None:
+    assert "as prepared" not in output("compare", "sft-h100", "--all")
+    page = " ".join(output("compare", "sft-h100", "--all", prepared=True).split())
+    assert "Counted from data/sft as prepared, not as job.parameters.data expects, but for validation." in page
 
 
 @pytest.mark.usefixtures("project")
@@ -123,9 +125,8 @@ def test_a_scenario_whose_work_goes_nowhere_else_is_said_to_have_no_options(
     assert "scenario plan-as-written ran elsewhere" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("project")
-def test_what_asks_for_several_nodes_is_ranked_from_one_node_on(capsys: pytest.CaptureFixture[str]) -> None:
-    found = printed(capsys, "compare", "sft-h100", "--scenario", "fsdp-2xh100")["options"]
+def test_what_asks_for_several_nodes_is_ranked_from_one_node_on() -> None:
+    found = json.loads(output("compare", "sft-h100", "--scenario", "fsdp-2xh100", "--json"))["options"]
     own = {(row["nodes"], row["capacity"]) for row in found if row["type"] == "p5.4xlarge"}
     assert {count for count, _ in own} >= {1, 2}
     one, two = (
@@ -136,19 +137,17 @@ def test_what_asks_for_several_nodes_is_ranked_from_one_node_on(capsys: pytest.C
     assert float(one["wall_hours"]["p50"]) > float(two["wall_hours"]["p50"])
 
 
-def test_the_first_line_names_what_costs_least_and_ten_rows_follow_and_what_to_do(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = [row for row in printed(capsys, "compare", "sft-h100")["options"] if "h100-optimized" in row["scenario"]]
-    assert main(["compare", "sft-h100"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_first_line_names_what_costs_least_and_ten_rows_follow_and_what_to_do() -> None:
+    options = json.loads(output("compare", "sft-h100", "--json"))["options"]
+    found = [row for row in options if "h100-optimized" in row["scenario"]]
+    lines = output("compare", "sft-h100").splitlines()
     keeps = next(row for row in found if not row["over_limit"] and row["late"] <= ranking.SURE)
     first = f"sft-h100, h100-optimized: {keeps['type']} {keeps['capacity']}, about "
     assert lines[0].startswith(first)
-    said = " ".join(" ".join(lines).split())
-    assert "is the cheapest option within the limits; the file's p5.4xlarge on demand costs about " in said
+    text = " ".join(" ".join(lines).split())
+    assert "is the cheapest option within the limits; the file's p5.4xlarge on demand costs about " in text
     take = f"write fleet.instance_types: [{keeps['type']}] and fleet.capacity: {keeps['capacity']} into sft-h100.yaml"
-    assert take in said
+    assert take in text
     (rule,) = (at for at, line in enumerate(lines) if line.startswith("-"))
     rows = lines[rule + 1 : rule + 1 + compare_table.SHOWN]
     assert [row.lstrip("* ").split()[0] for row in rows] == [row["type"] for row in found[: compare_table.SHOWN]]
@@ -252,19 +251,16 @@ def test_the_file_as_it_is_is_not_the_scenario_that_holds_its_node_longer(
     assert ranking.default_scenario(definition, others) == first.scenario
 
 
-def test_of_a_run_in_stages_each_is_ranked_and_the_best_are_added_up(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compare", "kernel-sft-stages"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    usd, theirs = (Decimal(figure) for figure in re.findall(r"about (\d+\.\d\d)", said))
+def test_of_a_run_in_stages_each_is_ranked_and_the_best_are_added_up() -> None:
+    text = " ".join(output("compare", "kernel-sft-stages").split())
+    usd, theirs = (Decimal(figure) for figure in re.findall(r"about (\d+\.\d\d)", text))
     best = {}
-    for row in printed(capsys, "compare", "kernel-sft-stages")["options"]:
+    for row in json.loads(output("compare", "kernel-sft-stages", "--json"))["options"]:
         if row["usd"] is not None and not row["why"] and row["scenario"] not in best:
             best[row["scenario"]] = row
     assert set(best) == {"train", "judge"}
     assert usd == pytest.approx(sum(Decimal(row["usd"]["p50"]) for row in best.values()), abs=Decimal("0.1"))
     assert usd < theirs
     for stage, row in best.items():
-        assert f"{stage} {row['type']} {row['capacity']}" in said
-    assert "To take" not in said  # which would name the file's own key
+        assert f"{stage} {row['type']} {row['capacity']}" in text
+    assert "To take" not in text  # which would name the file's own key

@@ -63,7 +63,7 @@ def test_a_link_is_not_followed_and_head_may_not_have_one(
     good = project.stack()
     (project.folder / name).symlink_to("/etc/hostname")
     linked = project.commit({})
-    with pytest.raises(GpufleetError, match=f"HEAD has {name} as a link"):
+    with pytest.raises(GpufleetError, match=f"{name} of HEAD is a link"):
         run(capsys, good, linked)
     code, out = run(capsys, linked, good)
     assert code == 0

@@ -87,7 +87,7 @@ def test_outside_of_a_repository_it_writes_nothing_unless_told_to(
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
 
     assert main(["init"]) == 2
-    assert "is in no git repository, and nothing was written" in capsys.readouterr().err
+    assert "is not in a git repository, so nothing was written" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     for answer, written in (("n", False), ("y", True)):
         person = SimpleNamespace(isatty=lambda: True, readline=lambda answer=answer: f"{answer}\n")

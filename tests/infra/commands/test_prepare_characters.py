@@ -43,7 +43,7 @@ def test_a_pipe_which_can_be_read_once_is_refused(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.write(writing, b"12+3\n15\n\n" * 1000)
     os.close(writing)
-    with pytest.raises(GpufleetError, match="a pipe or device, and it is read more than once: write it to a file"):
+    with pytest.raises(GpufleetError, match="a pipe or device, but is read more than once: write it to a file"):
         prepared(definition(), tmp_path, text=Path(f"/dev/fd/{reading}"))
     os.close(reading)
 

@@ -89,7 +89,7 @@ def test_a_rehearsal_that_shares_the_files_folder_does_not_replace_its_data(
     assert main(["prepare", "pretrain-d64", "mine"]) == 0
     made = read_manifest(project / "data" / "numbers")
     assert main(["prepare", "pretrain-d64", "--rehearsal"]) == 2
-    assert "give `rehearsal` a storage.dataset of its own" in capsys.readouterr().err
+    assert "give `rehearsal` its own storage.dataset" in capsys.readouterr().err
     assert read_manifest(project / "data" / "numbers") == made
 
 
@@ -264,7 +264,7 @@ def test_other_base_weights_than_the_experiments_are_said_before_anything_is_tok
     assert "lm_head.weight is [32, 24], the model needs [32, 16]" in capsys.readouterr().err
     (folder / "model.safetensors").write_bytes(b"version https://git-lfs")
     assert main(["prepare", "sft-h100", "examples.jsonl"]) == 2
-    assert "no safetensors file that the library opens" in capsys.readouterr().err
+    assert "not a safetensors file that the library can open" in capsys.readouterr().err
     assert not (tuning / "data" / "sft").exists()
 
 
@@ -296,7 +296,7 @@ def test_what_is_odd_about_base_weights_is_said_again_where_the_data_is_prepared
         assert main(["prepare", "sft-h100", *again]) == 0
         said = capsys.readouterr().out
         assert "rows of the chat template's tokens look untrained" in said
-        assert "made for 512 positions (max_position_embeddings), and examples may have 1,024" in said
+        assert "made for 512 positions (max_position_embeddings), but examples may have 1,024" in said
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("held_out", "0.05\n      loss_on: all", "was prepared with data.loss_on response, the file says all"),
         ("held_out", "0.5", "was prepared with 2 examples held out, data.held_out in the file says 20"),
         ("family", "qwen3", "was prepared with the chat template llama-3, the file says chatml"),
-        ("vocab", "64", "ids, model.vocab is 64: raise it to "),
+        ("vocab", "64", "ids, but model.vocab is 64: raise it to "),
     ],
 )
 def test_rows_of_other_settings_are_said(chats: Path, tmp_path: Path, key: str, new: str, words: str) -> None:
@@ -102,7 +102,7 @@ def test_a_dataset_of_another_experiment_is_said(chats: Path, tmp_path: Path) ->
     file = project(tmp_path, "tinystories-growth")
     shutil.copytree(chats / "data" / "generated-pairs", tmp_path / "data" / "generated-stories")
     (sentence,) = said(file, tmp_path)
-    assert "is a dataset of packed, tinystories-growth needs windows: run `gpufleet prepare" in sentence
+    assert "is a dataset of packed, but tinystories-growth needs windows: run `gpufleet prepare" in sentence
 
 
 def test_more_ids_than_the_model_has_are_said(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_more_ids_than_the_model_has_are_said(tmp_path: Path) -> None:
     prepared(load(file, now=NOW), tmp_path, text=tmp_path / "mine.txt")
     assert said(file, tmp_path) == []
     edit(file, "vocab", "128")
-    assert "has 257 ids, model.vocab is 128: raise it to 257 or more" in said(file, tmp_path)[0]
+    assert "has 257 ids, but model.vocab is 128: raise it to 257 or more" in said(file, tmp_path)[0]
     edit(file, "vocab", "300")
     edit(file, "sequence", "4096")
     assert "for validation (1 % of the stories), data.sequence 4096 needs at least 4097" in said(file, tmp_path)[0]

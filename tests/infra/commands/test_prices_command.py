@@ -114,7 +114,7 @@ def test_without_credentials_nothing_is_asked_and_the_way_to_them_is_said(
 
 def test_a_place_that_no_folder_can_have_is_an_error_before_anything_is_asked(project: Path) -> None:
     (project / "file").write_text("")
-    with pytest.raises(GpufleetError, match="no folder that prices can go into"):
+    with pytest.raises(GpufleetError, match="is not a writable folder"):
         renew(load_catalog(), ["us-east-2"], project / "file", pricing=None, ec2_in=lambda region: None, now=NOW)
 
 
@@ -292,9 +292,9 @@ def test_a_region_without_a_price_that_bills_need_is_told_with_the_command_that_
 ) -> None:
     run()
     printed = " ".join(capsys.readouterr().out.split())
-    assert "eu-north-1: no bill yet, without a price of s3_write_requests" in printed
-    assert "`gpufleet prices refresh --region eu-north-1` reads them" in printed
-    assert "eu-central-1: no bill yet" not in printed
+    assert "eu-north-1: no bill until there is a price of s3_write_requests" in printed
+    assert "`gpufleet prices refresh --region eu-north-1` reads it" in printed
+    assert "eu-central-1: no bill until" not in printed
 
 
 def test_a_family_without_a_price_is_one_word(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,7 +90,7 @@ def test_without_a_node_or_its_agent_it_says_so(cloud: Cloud, stack: StackDefini
 
 def test_without_the_plugin_it_says_where_it_is_got(stack: StackDefinition, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(GpufleetError, match="session-manager-plugin on this machine, and it is not installed: https:"):
+    with pytest.raises(GpufleetError, match="session-manager-plugin, which is not installed on this machine: https:"):
         opened(stack, Ssm())
 
 

@@ -208,7 +208,7 @@ def test_a_type_with_fewer_gpus_than_the_job_asks_for_is_no_option_as_its_file_w
     types = ("g6e.2xlarge", "g6e.12xlarge")
     found = ranking.every_option(definition, four, Study(load_catalog()), types=types, runs=10)
     assert {row.type for row in found if row.ranked} == {"g6e.12xlarge"}
-    (said,) = {row.lost for row in found if row.type == "g6e.2xlarge"}
+    (said,) = {row.lost for row in ranking.with_reasons(found, None) if row.type == "g6e.2xlarge"}
     assert said == "has 1 GPU, and job.parameters.gpus asks for 4: leave that key out"
 
 
@@ -318,7 +318,7 @@ GPU_HOURS = (("kernel-sft", "conservative"), ("kernel-sft", "ours"), ("sft-h100"
 def options(within: float | None = None) -> list[Row]:
     definition, variants = stack("tinystories-growth")
     own = [variant for variant in variants if variant.scenario == "g5-1000-b16"]
-    return ranking.every_option(definition, own, Study(load_catalog(), hours_left=within))
+    return ranking.with_reasons(ranking.every_option(definition, own, Study(load_catalog(), hours_left=within)), within)
 
 
 def test_an_option_is_late_where_the_job_would_begin_to_stop_before_it_is_done() -> None:
@@ -370,7 +370,8 @@ def test_an_unfit_type_names_the_nearest_change_that_fits() -> None:
     definition, variants = stack("tinystories-growth")
     wide = [variant for variant in variants if variant.scenario == "g6e-1000-b16"]
     found = ranking.every_option(definition, wide, Study(load_catalog()), types=["g5.2xlarge"])
-    assert all("nearest: job.parameters.precision.phase3_state: bf16" in row.lost for row in found)
+    reasons = [row.lost for row in ranking.with_reasons(found, None)]
+    assert all("nearest: job.parameters.precision.phase3_state: bf16" in reason for reason in reasons)
 
 
 def test_step_times_of_the_file_are_of_its_own_gpus_alone() -> None:
@@ -444,10 +445,10 @@ def test_a_dearer_option_is_on_the_frontier_only_where_it_is_faster_by_more_than
     first = ranking.frontier(options())[0]
     assert first.side is not None
     assert first.wall_hours is not None
-    hours = first.wall_hours.p50 * (1 - Decimal(faster))
-    side = replace(first.side, usd=first.side.usd.plus(Decimal(40)), wall_hours=replace(first.wall_hours, p50=hours))
-    dear = replace(first, side=side)
-    assert (dear in ranking.frontier([first, dear])) is starred
+    runs = first.side.within
+    dearer = replace(runs, usd=runs.usd + 40, wall_hours=runs.wall_hours * (1 - float(faster)))
+    dear = replace(first, side=replace(first.side, within=dearer))
+    assert any(row is dear for row in ranking.frontier([first, dear])) is starred
 
 
 def test_a_work_is_in_the_stacks_own_region_and_another_where_it_is_held() -> None:

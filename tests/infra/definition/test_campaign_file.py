@@ -139,14 +139,14 @@ def test_a_wrong_file_is_refused_by_reader_and_schema(tmp_path: Path, text: str,
     ("text", "message"),
     [
         ("files: [mien]\nmax_usd: 1\n", "there is no stack 'mien'"),
-        ("files: [mine, mine]\nmax_usd: 1\n", "mine twice: each trial once"),
-        ("files: [mine]\nmax_usd: 1\ngrid: {--lr: [1, 1]}\n", "--lr=1 twice: each trial once"),
+        ("files: [mine, mine]\nmax_usd: 1\n", "mine twice; to repeat a trial"),
+        ("files: [mine]\nmax_usd: 1\ngrid: {--lr: [1, 1]}\n", "--lr=1 twice; to repeat a trial"),
         ("files: [mine]\nmax_usd: 1\ngrid: {--lr: [1; rm -r x]}\n", "--lr: '1; rm -r x' is not accepted"),
-        ("files: [small-growth]\nmax_usd: 1\ngrid: {--lr: [1]}\n", "--lr of the campaign is for a job.command"),
+        ("files: [small-growth]\nmax_usd: 1\ngrid: {--lr: [1]}\n", "--lr of the campaign needs a job.command"),
         ("files: [mine]\nmax_usd: 1\ngrid: {--lr: [[1]]}\n", "--lr of the campaign takes single values"),
         (
             f"files: [mine]\nmax_usd: 1\ngrid: {{--a: {[*range(40)]}, --b: {[*range(40)]}}}\n",
-            "1600 trials; allowed are 1000",
+            "1600 trials; at most 1000",
         ),
     ],
 )

@@ -74,7 +74,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a type without a GPU": (
         {"fleet": {**FLEET, "instance_types": ["c7i.4xlarge"]}},
         "line 7, fleet.instance_types[0]: 'c7i.4xlarge' is not accepted; allowed: a type with a GPU, or job.device:"
-        " cpu, by which the job asks for none. c7i.4xlarge has no GPU.",
+        " cpu for a job that needs none. c7i.4xlarge has no GPU.",
     ),
     "both kinds": (
         {"experiment": "sft-h100"},
@@ -102,14 +102,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no checkpoint": (
         {"checkpoint": {"every": {"steps": 1}}, "progress": {"file": "log.jsonl"}},
         "line 5, job.checkpoint.each: '[] (the default)' is not accepted; allowed: what one checkpoint is, such as"
-        " checkpoint-{step}/, epoch_{epoch}.pt or ckpt.pt, or a `format`; or checkpoint: none, of a command that saves"
+        " checkpoint-{step}/, epoch_{epoch}.pt or ckpt.pt, or a `format`; or checkpoint: none if the command saves"
         " nothing.",
     ),
     "every is missing on spot": (
         {"checkpoint": {"format": "dcp"}, "progress": {"stdout": "(?P<step>.)"}},
         "line 5, job.checkpoint.every: missing; allowed: how often the command saves by itself, {steps: N},"
         " {epochs: N} or {minutes: N}. On spot a lost node's work after the last save is repeated, and the bill"
-        " prices that by this key. A command that saves nothing: checkpoint: none.",
+        " prices that by this key. If the command saves nothing, write checkpoint: none.",
     ),
     "every is no number": (
         {"checkpoint": {**SAVES, "every": {"steps": "often"}}},
@@ -128,14 +128,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a key in the command": (
         {"command": "python train.py --token hf_" + "a" * 30},
-        "line 4, job.command: 'python train.py --token (looks like a key)' is not accepted; allowed: no key: run.json"
-        " is no secret. Put it under job.secrets (NAME: ssm:/name), and read $NAME.",
+        "line 4, job.command: 'python train.py --token (looks like a key)' is not accepted; allowed: no secret key,"
+        " because run.json can be read. Put it under job.secrets (NAME: ssm:/name), and read $NAME.",
     ),
     "an unknown placeholder": (
         {"command": "python train.py --out {output}"},
         "line 4, job.command: 'python train.py --out {output}' is not accepted; allowed: the placeholders"
         " {code}, {checkpoints}, {outputs}, {state}, {inputs.NAME}, {gpus}, {run}, {nodes}, {node_rank}, {ranks},"
-        " {master}, {port}; {{ is a brace, and {output} is none of them.",
+        " {master}, {port}; {{ is a brace; {output} is unknown.",
     ),
     "an input that is not named": (
         {"command": "python train.py {inputs.txt}", "storage": {"inputs": {"text": "../text"}}},
@@ -150,31 +150,31 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "checkpoints beside the code": (
         {"checkpoint": {**SAVES, "folder": "./"}},
         "line 5, job.checkpoint.folder: './' is not accepted; allowed: {checkpoints}, or a folder for checkpoints"
-        " only, because it is emptied before each start. Where the command saves into the folder"
-        " that it starts in, write job.workdir: {checkpoints}.",
+        " only, because gpufleet empties it before each start. If the command saves into the folder"
+        " in which it starts, write job.workdir: {checkpoints}.",
     ),
     "a name of the node's": (
         {"env": {"AWS_PROFILE": "x"}},
         "line 7, job.env.AWS_PROFILE: 'x' is not accepted; allowed: a name that does not begin with AWS_ or GPUFLEET_:"
-        " those are the node's own.",
+        " gpufleet sets those variables.",
     ),
     "env and secrets": (
         {"env": {"TOKEN": "x"}, "secrets": {"TOKEN": "ssm:/token"}},
-        "line 7, job.env.TOKEN: 'x' is not accepted; allowed: one of job.env and job.secrets.",
+        "line 7, job.env.TOKEN: 'x' is not accepted; allowed: a name that is not in job.secrets too.",
     ),
     "a secret that is none": (
         {"secrets": {"TOKEN": "my-token"}},
-        "line 7, job.secrets.TOKEN: 'my-token' is not accepted; allowed: where the value is kept: ssm:/name or"
+        "line 7, job.secrets.TOKEN: 'my-token' is not accepted; allowed: the place of the value: ssm:/name or"
         " secretsmanager:name.",
     ),
     "a dataset": (
         {"storage": {"dataset": "data/x"}},
         "line 9, storage.dataset: 'data/x' is not accepted; allowed: nothing when job.command is set. Name it under"
-        " storage.inputs: {inputs.NAME} is where it lies for the command.",
+        " storage.inputs: in the command, {inputs.NAME} is its path.",
     ),
     "an input at home": (
         {"storage": {"inputs": {"text": "~/text"}}},
-        "line 9, storage.inputs.text: '~/text' is not accepted; allowed: a folder, as seen from the project's, or"
+        "line 9, storage.inputs.text: '~/text' is not accepted; allowed: a folder, relative to the project, or"
         " s3://bucket/prefix. No shell expands ~ here: write the path relative to the project, as in"
         " ../my-model, or in full.",
     ),
@@ -185,8 +185,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "code in a bucket": (
         {"code": {"folder": "s3://bucket/code"}},
-        "line 7, job.code.folder: 's3://bucket/code' is not accepted; allowed: a folder, as seen from the project's. A"
-        " folder of this machine is shipped.",
+        "line 7, job.code.folder: 's3://bucket/code' is not accepted; allowed: a folder, relative to the project."
+        " Only a folder of this machine can be shipped.",
     ),
     "unlike GPUs": (
         {"fleet": {**FLEET, "instance_types": ["g5.2xlarge", "g5.12xlarge"]}},
@@ -208,7 +208,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "steps and hours": (
         {"work": {"steps": 1, "hours": {"low": 1, "likely": 2, "high": 3}}},
-        "line 6, job.work.hours: 'a section' is not accepted; allowed: one of work.steps and work.hours.",
+        "line 6, job.work.hours: 'a section' is not accepted; allowed: only one of work.steps and work.hours.",
     ),
     "a misspelled command": (
         {"command": None, "comand": "python train.py"},
@@ -224,7 +224,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "GPUs of the fleet": (
         {"fleet": {**FLEET, "gpus": 8}},
-        "line 7, fleet.gpus: unknown key. It belongs under job, where that is a command of your own. Allowed: ",
+        "line 7, fleet.gpus: unknown key. It belongs under job, but only if the job is a command of your own."
+        " Allowed: ",
     ),
     "an image of Docker Hub": (
         {"image": "pytorch/pytorch:2.9"},
@@ -243,20 +244,20 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a checkpoint beside none": (
         {"checkpoint": {"format": "none", "each": "a-{step}"}, "progress": {"stdout": r"(?P<step>\d+)"}},
-        "line 5, job.checkpoint.each: 'a-{step}' is not accepted; allowed: nothing beside checkpoint: none",
+        "line 5, job.checkpoint.each: 'a-{step}' is not accepted; allowed: no other key beside checkpoint: none",
     ),
     "a save every so many steps where epochs are counted": (
         {"work": {"epochs": 3}},
-        "line 5, job.checkpoint.every.steps: '10' is not accepted; allowed: epochs or minutes, where epochs are"
-        " counted.",
+        "line 5, job.checkpoint.every.steps: '10' is not accepted; allowed: epochs or minutes, because this run"
+        " counts epochs.",
     ),
     "a save every so many epochs of nobody knows what length": (
         {"checkpoint": {**SAVES, "every": {"epochs": 1}}},
-        "line 5, job.checkpoint.every.epochs: '1' is not accepted; allowed: minutes, or epochs where work.epochs says",
+        "line 5, job.checkpoint.every.epochs: '1' is not accepted; allowed: minutes; epochs need work.epochs or",
     ),
     "the time of a step where epochs are counted": (
         {"checkpoint": {**SAVES, "every": {"epochs": 1}}, "work": {"epochs": 3, "step_ms": {"A10G": 5}}},
-        "line 6, job.work.step_ms: 'a section' is not accepted; allowed: work.epoch_minutes where epochs are counted",
+        "line 6, job.work.step_ms: 'a section' is not accepted; allowed: work.epoch_minutes if epochs are counted",
     ),
     "one time of a step for every GPU": (
         {"work": {"steps": 100, "step_ms": 100}},
@@ -264,8 +265,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "lines that tell epochs where steps are counted": (
         {"progress": {"stdout": r"epoch (?P<epoch>\d+)"}},
-        r"line 7, job.progress.stdout: 'epoch (?P<epoch>\\d+)' is not accepted; allowed: a group named step, or epoch,"
-        " batch and batches, where steps are counted; write work.epochs to count epochs.",
+        r"line 7, job.progress.stdout: 'epoch (?P<epoch>\\d+)' is not accepted; allowed: a group named step, or groups"
+        " epoch, batch and batches, because this run counts steps; write work.epochs to count epochs.",
     ),
     "a folder of the machine's": (
         {"workdir": "/opt"},
@@ -314,8 +315,8 @@ def test_a_ready_made_job_takes_no_inputs_and_no_keys_of_a_command(tmp_path: Pat
     storage = {"dataset": "data/x", "inputs": {"text": "../text"}}
 
     assert refused(command_file(tmp_path, **keys, storage=storage)) == [
-        "line 7, storage.inputs: 'a section' is not accepted; allowed: nothing unless job.command is set. Its"
-        " data is storage.dataset."
+        "line 7, storage.inputs: 'a section' is not accepted; allowed: nothing unless job.command is set."
+        " Use storage.dataset for this job."
     ]
     (problem,) = refused(command_file(tmp_path, **keys, storage={"dataset": "data/x"}, setup="x"))
     assert problem == "line 5, job.setup: unknown key; allowed: experiment, image, parameters."

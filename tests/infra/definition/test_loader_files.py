@@ -46,19 +46,21 @@ def stack(folder: Path, raw: bytes) -> Path:
         pytest.param(b"run: {\n", 2, "A [ or { opens here and is not closed", id="an open brace a line before"),
         pytest.param(b"run:\n  z: [a, b\n  id: r1\n", 2, "A [ opens here and is not closed", id="an open bracket"),
         pytest.param(b"run: {id: r1 owner: me}\n", 1, "or a comma is missing in it", id="no comma"),
-        pytest.param(b"run:\n  id r1\n  owner: me\n", 3, "Line 2, `id r1`, is no `key: value`", id="no colon"),
+        pytest.param(b"run:\n  id r1\n  owner: me\n", 3, "Line 2, `id r1`, is not `key: value`", id="no colon"),
         pytest.param(b"run:\n  id:r1\n  owner: me\n", 3, "a colon and a space are missing", id="no space"),
-        pytest.param(b"a:\n  note: two: three\n", 2, "stands in quotes", id="a second colon"),
-        pytest.param(b"run\n  id: r1\n", 2, "Line 1, `run`, is no section: a colon is missing", id="no colon above"),
+        pytest.param(b"a:\n  note: two: three\n", 2, "needs quotes", id="a second colon"),
+        pytest.param(b"run\n  id: r1\n", 2, "Line 1, `run`, is not a section: a colon is missing", id="no colon above"),
         pytest.param(b"a:\n  - b\n    c: d\n", 3, "Line 2 is indented by 2, line 3 by 4", id="a key under an item"),
-        pytest.param(b"a:\n  - b: c\n  d: e\n", 3, "Line 2 is an item of a list, line 3 a key", id="items and keys"),
+        pytest.param(
+            b"a:\n  - b: c\n  d: e\n", 3, "Line 2 is an item of a list, but line 3 is a key", id="items and keys"
+        ),
         pytest.param(
             b"run:\n  owner: me\n  id r1\n\n# where\nfleet:\n  ami: x\n",
             3,
             "a colon and a space",
             id="a section's last",
         ),
-        pytest.param(b"run:\n  id: @r1\n", 2, "This is no YAML: found character '@'", id="no YAML"),
+        pytest.param(b"run:\n  id: @r1\n", 2, "This is not YAML: found character '@'", id="no YAML"),
         pytest.param(b"", 1, "'an empty file' is not accepted", id="empty, in words"),
         pytest.param(b"run:\n  id: r1\n   owner: me\n", 3, "YAML", id="wrong indentation"),
         pytest.param(
@@ -176,7 +178,7 @@ def test_find_takes_a_name_or_a_path_and_names_the_nearest() -> None:
         find("TINYSTORIES-GROWTH", ROOT)
     with pytest.raises(GpufleetError, match=r"no file stacks/none.yaml"):
         find("stacks/none.yaml", ROOT)
-    with pytest.raises(GpufleetError, match=r"stacks is a folder, and a stack is one file: name that"):
+    with pytest.raises(GpufleetError, match=r"stacks is a folder, but a stack is one file: name the file"):
         find(str(SHIPPED.parent), ROOT)
     with pytest.raises(GpufleetError, match=r"inside the project"):
         find("x", Path(__file__).parent)
@@ -191,7 +193,7 @@ def test_a_path_that_misses_a_stack_that_is_there_says_its_name(written: str) ->
 def test_a_stack_with_the_other_ending_is_told_to_take_this_one(tmp_path: Path) -> None:
     (tmp_path / "stacks").mkdir()
     (tmp_path / "stacks" / "mine.yml").touch()
-    with pytest.raises(GpufleetError, match=r"stacks/mine\.yml is there: give it the ending \.yaml"):
+    with pytest.raises(GpufleetError, match=r"stacks/mine\.yml has the wrong ending: rename it to mine\.yaml"):
         find("mine", tmp_path)
 
 

@@ -230,7 +230,7 @@ REFUSED = [
     ("fleet", "instance_types: [g4dn.2xlarge]", "fleet.instance_types[0]", "bf16", "g5.2xlarge", "no bf16"),
     ("fleet", "instance_types: [g5.2xlrage]", "fleet.instance_types[0]", "g5.2xlarge", "Nearest: g5.2xlarge.", "typo"),
     ("fleet", "instance_types: [c7i.large]", "fleet.instance_types[0]", "g5.*", "", "no GPU"),
-    ("fleet", "instance_types: [g5.2xlarge, g5.2xlarge]", "fleet.instance_types[1]", "a set", "", "a type twice"),
+    ("fleet", "instance_types: [g5.2xlarge, g5.2xlarge]", "fleet.instance_types[1]", "type once", "", "a type twice"),
     (
         "fleet",
         "instance_types: [p4de.24xlarge]",
@@ -264,7 +264,7 @@ REFUSED = [
         "line break",
         "a line break in a name",
     ),
-    ("storage", 'dataset: "data/a\\0b"', "storage.dataset", "inside the project", "not shown", "a NUL in a name"),
+    ("storage", 'dataset: "data/a\\0b"', "storage.dataset", "inside the project", "invisible", "a NUL in a name"),
     ("storage", "dataset: ../data", "storage.dataset", "inside the project", "relative", "above the project"),
     ("storage", "dataset: .", "storage.dataset", "inside the project", "relative", "the project itself"),
     ("run", "id: R1", "run.id", "a-z, 0-9", "", "capital run id"),

@@ -140,7 +140,7 @@ def test_a_scenario_that_cannot_be_run_is_refused_with_the_command_that_prices_i
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("config:\n  gpufleet:scenario:\n    secure: v1:abc\n", "is no plain text"), ("config: [\n", "cannot be read")],
+    [("config:\n  gpufleet:scenario:\n    secure: v1:abc\n", "is not plain text"), ("config: [\n", "cannot be read")],
 )
 def test_a_configuration_that_tells_no_name_is_an_error(text: str, said: str, path: Path) -> None:
     configure(text)

@@ -64,7 +64,7 @@ def test_more_gpus_than_a_step_has_rows_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("old", "new", "said"), [
-    ("p5.48xlarge", "p5.4xlarge", "no further network card"),
+    ("p5.48xlarge", "p5.4xlarge", "only one network card"),
     ("nodes: 2", "nodes: 1", "where fleet.nodes is 1"),
 ])  # fmt: skip
 def test_all_cards_want_several_nodes_and_several_cards(tmp_path: Path, old: str, new: str, said: str) -> None:
@@ -105,15 +105,15 @@ C10D = "--rdzv-backend c10d"
     ("torchrun --nnodes {nodes} --node_rank {node_rank} --rdzv_backend=static t.py", {}, ""),
     ("python t.py", {}, "{node_rank}, by which each node knows its ranks, as in torchrun --nnodes {nodes}"),
     ("accelerate launch --num_machines {nodes} t.py", {}, "{node_rank}, by which"),
-    ("torchrun --standalone --nproc-per-node={gpus} t.py {node_rank}", {}, "in the place of --standalone, with"),
-    ("torchrun --rdzv-endpoint=localhost:0 t.py {node_rank}", {}, "in the place of --rdzv-endpoint=localhost:0, with"),
-    (f"torchrun {C10D} --rdzv_endpoint 127.0.0.1:29500 t.py", {}, "of --rdzv_endpoint 127.0.0.1, with which each"),
-    (f"torchrun {C10D} --rdzv-endpoint=localhost:{{port}} t.py", {}, "of --rdzv-endpoint=localhost, with which each"),
-    ("torchrun --node-rank {node_rank} --master-addr localhost t.py", {}, "of --master-addr localhost, with which"),
-    ("MASTER_ADDR=127.0.0.1 python t.py {node_rank}", {}, "of MASTER_ADDR=127.0.0.1, with which each"),
-    ("python t.py --rank {node_rank} --dist-url 'tcp://127.0.0.1:2345'", {}, "of --dist-url 'tcp://127.0.0.1, with"),
-    ("accelerate launch --num_machines 1 --machine_rank {node_rank} t.py", {}, "of --num_machines 1, with which each"),
-    (f"torchrun --nnodes=1:2 {C10D} --rdzv_endpoint={{master}}:{{port}} t.py", {}, "of --nnodes=1, with which each"),
+    ("torchrun --standalone --nproc-per-node={gpus} t.py {node_rank}", {}, "instead of --standalone, which"),
+    ("torchrun --rdzv-endpoint=localhost:0 t.py {node_rank}", {}, "instead of --rdzv-endpoint=localhost:0, which"),
+    (f"torchrun {C10D} --rdzv_endpoint 127.0.0.1:29500 t.py", {}, "of --rdzv_endpoint 127.0.0.1, which makes each"),
+    (f"torchrun {C10D} --rdzv-endpoint=localhost:{{port}} t.py", {}, "of --rdzv-endpoint=localhost, which makes each"),
+    ("torchrun --node-rank {node_rank} --master-addr localhost t.py", {}, "of --master-addr localhost, which makes"),
+    ("MASTER_ADDR=127.0.0.1 python t.py {node_rank}", {}, "of MASTER_ADDR=127.0.0.1, which makes each"),
+    ("python t.py --rank {node_rank} --dist-url 'tcp://127.0.0.1:2345'", {}, "of --dist-url 'tcp://127.0.0.1, which"),
+    ("accelerate launch --num_machines 1 --machine_rank {node_rank} t.py", {}, "of --num_machines 1, which makes each"),
+    (f"torchrun --nnodes=1:2 {C10D} --rdzv_endpoint={{master}}:{{port}} t.py", {}, "of --nnodes=1, which makes each"),
     (f"torchrun --nnodes 2 {C10D} --rdzv_endpoint={{master}}:{{port}} t.py --log localhost:6006", {}, ""),
     ("torchrun --node-rank {node_rank} --nnodes 16 t.py", {}, ""),
     ("torchrun --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint {master}:{port} t.py", {}, ""),

@@ -121,8 +121,8 @@ def test_a_stage_is_given_what_its_job_takes_of_the_storage(tmp_path: Path) -> N
     ("old", "new", "said"),
     [
         ("candidates: train", "candidates: trian", "candidates: 'trian'.*an earlier stage, which are train"),
-        ("{part: train}", "{}", r"a stage that leaves candidates.jsonl and training.json, and train does not"),
-        (", candidates: train", "", "job.parameters.candidates: missing.*an earlier stage's name"),
+        ("{part: train}", "{}", r"a stage that leaves candidates.jsonl and training.json; train does not"),
+        (", candidates: train", "", "job.parameters.candidates: missing.*the name of an earlier stage"),
         ("  dataset: data/kernelbook\n", "", r"storage.dataset"),
     ],
 )

@@ -59,6 +59,48 @@ def test_patterns_match_what_the_script_prints(tmp_path: Path) -> None:
         assert match.groupdict() == {"step": "12", "loss": loss}
 
 
+IN_EPOCHS = """
+import json, sys, torch
+log = open("log.txt", "w")
+for epoch in range(9):
+    for step, batch in enumerate(loader{start}):
+        loss.backward()
+        stats = {stats}
+        print({printed})
+"""
+AS_DICT = "dict(epoch=epoch, step=step, lr=optimizer.param_groups[0]['lr'], loss=loss.item())"
+AS_BRACES = "{'step': step, 'loss': float(loss)}"
+
+
+@pytest.mark.parametrize(
+    ("start", "stats", "printed", "line", "figures"),
+    [
+        (
+            ", start=epoch * len(loader)",
+            AS_DICT,
+            "json.dumps(stats)",
+            '{"epoch": 2, "step": 740, "lr": 0.1, "loss": 1.5e-05}',
+            {"epoch": "2", "step": "740", "loss": "1.5e-05"},
+        ),
+        (", epoch * len(loader)", AS_BRACES, "stats", "{'step': 740, 'loss': nan}", {"step": "740", "loss": "nan"}),
+        (", epoch * len(loader)", AS_BRACES, "json.dumps(stats), file=sys.stderr", '{"step": 7, "loss": 1}', None),
+        (", epoch * len(loader)", AS_BRACES, "json.dumps(stats), file=log", "", {}),
+        ("", AS_DICT, "json.dumps(stats)", "", {}),  # a batch of an epoch, and nothing says of how many
+        (", 1", AS_DICT, "json.dumps(stats)", "", {}),
+    ],
+)
+def test_a_printed_dictionary_states_the_step(
+    tmp_path: Path, start: str, stats: str, printed: str, line: str, figures: dict[str, str] | None
+) -> None:
+    code = folder(tmp_path, {"t.py": IN_EPOCHS.format(start=start, stats=stats, printed=printed)})
+    patterns = [line.regex for line in look(code).lines]
+    assert len(patterns) == (1 if line else 0)
+    for pattern in patterns:
+        match = re.search(pattern, line)
+        assert match is not None
+        assert match.groupdict() == (figures or {"step": "7", "loss": "1"})
+
+
 TRAINER = """
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 (training_args,) = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()
@@ -104,7 +146,7 @@ def test_a_framework_is_known_by_what_is_imported_and_used(tmp_path: Path, text:
 
 def test_where_two_scripts_look_alike_it_asks_instead_of_guessing(tmp_path: Path) -> None:
     code = folder(tmp_path, {"train_a.py": "loss.backward()\n", "train_b.py": "loss.backward()\n"})
-    with pytest.raises(GpufleetError, match=r"train_a\.py, train_b\.py\); say it: --command"):
+    with pytest.raises(GpufleetError, match=r"train_a\.py, train_b\.py\); name it: --command"):
         look(code)
     assert look(code, "python train_b.py").script == "train_b.py"
 
@@ -112,9 +154,9 @@ def test_where_two_scripts_look_alike_it_asks_instead_of_guessing(tmp_path: Path
 @pytest.mark.parametrize(
     ("files", "command", "why"),
     [
-        (None, "", "no folder"),
+        (None, "", "is not a folder"),
         ({"readme.txt": "x"}, "", "no Python file"),
-        ({"tool.py": "print('a tool')\n"}, "", r"which file in .* trains is not clear; |none of them is seen to train"),
+        ({"tool.py": "print('a tool')\n"}, "", r"unclear which file in .* trains \(none of them is seen to train"),
         ({"t.py": PLAIN}, "python other.py", r"other\.py is not in the folder; it has t\.py"),
         ({"t.py": PLAIN}, "python 't.py", "No closing quotation"),
     ],
@@ -144,7 +186,7 @@ def test_a_value_that_does_not_load_is_a_comment_and_never_written(tmp_path: Pat
     assert re.search(r"# ami: of-mine.*# CHECK: allowed", made.text)
     assert value(made.text, "job.checkpoint.format") == "none"
     assert any("of-mine" in sentence and "does not load" in sentence for sentence in made.unknown)
-    with pytest.raises(GpufleetError, match="so none is written"):
+    with pytest.raises(GpufleetError, match="so no file is written"):
         loadable(Draft(text="run: {id: r1}\n"), "mine")
 
 
@@ -185,6 +227,15 @@ def test_a_program_gets_the_words_to_go_on_where_its_command_takes_them(command:
     takes_them = "lora" not in command
     assert yaml.safe_load(made.text)["job"].get("resume") == ({"args": "--resume auto"} if takes_them else None)
     assert ("finetune_lora has none" in " ".join(made.unknown)) is not takes_them
+
+
+def test_a_command_that_counts_tokens_has_no_steps_from_a_setting_that_it_ignores(tmp_path: Path) -> None:
+    settings = "--train.max_steps 500 --train.max_tokens 1000000"
+    made = drafted(folder(tmp_path, {}), f"litgpt pretrain pythia-14m {settings}")
+    assert "work" not in yaml.safe_load(made.text)["job"]
+    assert settings in yaml.safe_load(made.text)["rehearsal"]["job"]["command"]
+    tuned = drafted(folder(tmp_path, {}), f"litgpt finetune_full org/model {settings}")
+    assert yaml.safe_load(tuned.text)["job"]["work"]["steps"] == 500
 
 
 OURS = "--nnodes {nodes} --node-rank {node_rank}"

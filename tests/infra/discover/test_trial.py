@@ -122,7 +122,7 @@ def test_a_link_to_a_folder_elsewhere_is_named(code: Path, tmp_path: Path) -> No
 def test_a_folder_too_large_to_copy_is_refused(code: Path) -> None:
     with (code / "huge.bin").open("wb") as file:
         os.truncate(file.fileno(), 600 * 1024 * 1024)
-    with pytest.raises(GpufleetError, match="MB of at most 500 MiB"):
+    with pytest.raises(GpufleetError, match="MB, but a trial copies at most 500 MiB"):
         trial(code, Trial(command="true"))
 
 
@@ -273,10 +273,11 @@ def test_what_the_script_requires_is_installed_where_an_environment_was_not_seen
 
 
 @pytest.mark.parametrize(
-    ("code", "said"), [(None, "is not shown: no line told"), (1, "is not shown: a second start ended with exit code 1")]
+    ("code", "said"),
+    [(None, "is not shown: no line showed"), (1, "is not shown: a second start ended with exit code 1")],
 )
 def test_a_second_start_that_shows_nothing_is_said_to_have_failed_where_it_did(code: int | None, said: str) -> None:
-    check: Any = SimpleNamespace(verdict="not shown", why="no line told a step")
+    check: Any = SimpleNamespace(verdict="not shown", why="no line showed a step")
     seen = TrialFindings()
     take_verdict(seen, check, TrialRun(code=code))
     assert said in seen.problems[0]
@@ -327,6 +328,6 @@ def test_a_script_whose_python_lacks_a_module_is_not_run(code: Path) -> None:
     (code / "t.py").write_text("import absent_one\nopen('ran', 'w')\n")
     seen = trial(code, Trial(command="python t.py", resume=""))
     (why,) = seen.problems
-    assert why.startswith("it was not run: ")
+    assert why.startswith("the command was not run: ")
     assert "lacks what the script imports: absent_one (t.py:1)" in why
     assert seen.output == []

@@ -79,7 +79,7 @@ def test_a_longer_run_or_another_seed_is_the_same_speed(tmp_path: Path, config: 
 def test_a_changed_setting_is_refused_by_its_name(tmp_path: Path) -> None:
     place(tmp_path, measurement())
     said = refusal(tmp_path, definition(config=growth(sequences=12)))
-    assert "calibrations/tinystories-growth/nvidia-a10g.json does not count any more" in said
+    assert "calibrations/tinystories-growth/nvidia-a10g.json no longer counts" in said
     assert "job.parameters.batch.sequences was 16, is 12" in said
     assert "gpufleet calibrate" in said
 

@@ -101,19 +101,19 @@ def test_a_run_stopped_by_its_limit_counts(tmp_path: Path, reason: str) -> None:
         (json.dumps(receipt(range_usd=None)), "range_usd is None, not an object of keys"),
         (json.dumps(receipt(range_usd={"p10": "low", "p90": "1"})), "range_usd.p10 is 'low', not an amount"),
         (json.dumps(receipt(range_usd={"p10": "NaN", "p90": "1"})), "range_usd.p10 is 'NaN', not an amount"),
-        (json.dumps(receipt(usd={"estimate": "0", "actual": "1"})), "its amounts are not amounts"),
+        (json.dumps(receipt(usd={"estimate": "0", "actual": "1"})), "its amounts are not numbers of USD"),
         (json.dumps(receipt(lines=[])), "it does not add up"),
         (json.dumps(receipt(causes=dict.fromkeys(CAUSES, "0"))), "it does not add up"),
         (json.dumps(receipt(attempts=[node("i-1", seconds="long")])), "attempts[0].lived_s is 'long', not an amount"),
         (json.dumps(receipt(counted_until="yesterday")), "Invalid isoformat"),
-        (json.dumps(receipt(stack="other")), "it is of stack other"),
-        (json.dumps(receipt()), "it is of run r1"),  # otherwise a copied receipt would count twice
+        (json.dumps(receipt(stack="other")), "it belongs to stack other"),
+        (json.dumps(receipt()), "it belongs to run r1"),  # otherwise a copied receipt would count twice
         (
             json.dumps(receipt(lines=[{"name": "x", "estimate": "1", "actual": "9E+999999"}])),
             "lines[0].actual is '9E+999999', not an amount",
         ),
         (json.dumps(receipt(usd={"estimate": "1E-400", "actual": "1.10"})), "usd.estimate is '1E-400', not an amount"),
-        (json.dumps(receipt(range_usd={"p10": "1.30", "p90": "0.80"})), "its amounts are not amounts"),
+        (json.dumps(receipt(range_usd={"p10": "1.30", "p90": "0.80"})), "its amounts are not numbers of USD"),
         (
             json.dumps(receipt(range_usd={"p10": "0.80", "p90": "1000000001"})),
             "range_usd.p90 is '1000000001', not an amount",
@@ -212,7 +212,7 @@ def test_another_runs_receipt_is_not_kept(tmp_path: Path, run: str) -> None:
 
 
 def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no name for a file"):
+    with pytest.raises(ValueError, match="cannot be the name of a file"):
         receipts.keep(json.dumps(receipt(run="../r1")).encode(), tmp_path, "small-growth", "../r1")
 
 
@@ -233,7 +233,7 @@ def test_results_keeps_the_receipt_of_a_run_on_aws_only(
     s3 = SimpleNamespace(meta=SimpleNamespace(endpoint_url=endpoint))
     said = results.keep(definition(path), s3, downloaded, path.parents[1])
     assert (path.parents[1] / "receipts" / "small-growth" / "r1.json").is_file() is kept
-    assert ("to be committed: receipts/small-growth/r1.json" in said) is kept
+    assert ("commit it: receipts/small-growth/r1.json" in said) is kept
 
 
 def test_results_says_why_a_damaged_receipt_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def test_the_examples_of_the_documentation_can_be_read(tmp_path: Path) -> None:
         ("a.json", '{"gap_s": 60, "available": [1], "start": "yesterday"}', "start is 'yesterday'; allowed: a date"),
         ("a.json", '{"gap_s": "60s", "available": [1]}', "gap_s is '60s'; allowed: seconds above 0"),
         ("a.json", '{"gap_s": 60, "available": [1, "x"]}', "available is not a list of numbers"),
-        ("two-tower", "", "a trace is a .csv or a .json file.*; STACK comes after it"),
+        ("two-tower", "", "a trace is a .csv or .json file.*; write STACK after traces"),
         ("a.json", "[" * 100_000, "no trace"),
         ("a.json", '{"gap_s": 1e15, "available": [1]}', "h long; allowed: at most 1000000"),
         ("a.json", f'{{"gap_s": 1{"0" * 400}, "available": [1]}}', r"gap_s is 10+\.\.\.; allowed: seconds above 0"),
@@ -80,8 +80,8 @@ def test_the_examples_of_the_documentation_can_be_read(tmp_path: Path) -> None:
         ("a.csv", "at_h,available\n0,1\n", "two rows"),
         ("a.csv", "at_h,available\n1,1\n2,0\n", "begin at 0"),
         ("a.csv", "at_h,available\n0,1\n2,0\n2,1\n", "grow from row to row"),
-        ("a.csv", "at_h,available\n0,1\n1,yes\n2,0\n", "row 2 below the names: available is 'yes', no number"),
-        ("a.csv", "at_h,available\n0,1\n1\n2,0\n", "row 2 below the names: available is '', no number"),
+        ("a.csv", "at_h,available\n0,1\n1,yes\n2,0\n", "row 2 below the names: available is 'yes', not a number"),
+        ("a.csv", "at_h,available\n0,1\n1\n2,0\n", "row 2 below the names: available is '', not a number"),
     ],
 )
 def test_what_is_no_trace_is_refused_by_name_and_reason(tmp_path: Path, name: str, text: str, says: str) -> None:

@@ -68,18 +68,18 @@ OTHER = IMAGE.replace("5" * 64, "6" * 64)
 @pytest.mark.parametrize(
     ("bake", "why"),
     [
-        (None, f"has no bakes/{BAKED}.json, so what it holds is not known"),
-        (replace(GOOD, images=(OTHER,)), f"holds {OTHER}, and the job needs {IMAGE}"),
-        (replace(GOOD, base_ami="ami-01234567"), f"was made from ami-01234567, and fleet.ami is {AMI}"),
-        (replace(GOOD, region="us-west-2"), "is in us-west-2, and fleet.region is us-east-2"),
+        (None, f"has no bakes/{BAKED}.json, so its images are unknown"),
+        (replace(GOOD, images=(OTHER,)), f"contains {OTHER}, but the job needs {IMAGE}"),
+        (replace(GOOD, base_ami="ami-01234567"), f"was made from ami-01234567, but fleet.ami is {AMI}"),
+        (replace(GOOD, region="us-west-2"), "is in us-west-2, but fleet.region is us-east-2"),
     ],
 )
 def test_a_bake_of_something_else_is_refused(file: Path, bake: Bake | None, why: str) -> None:
     (sentence,) = said(file, bake)
     stack = file.stem
     assert sentence == (
-        f"fleet.baked_ami, {BAKED}, {why}: `gpufleet bake {definition(file).argument} --delete`, then `gpufleet bake"
-        f" {stack}`, or take fleet.baked_ami out."
+        f"fleet.baked_ami, {BAKED}, {why}: run `gpufleet bake {definition(file).argument} --delete`, then"
+        f" `gpufleet bake {stack}`, or remove fleet.baked_ami."
     )
     with pytest.raises(GpufleetError, match="not ready for up"):
         plan.make(file.parents[1], file.stem, now=NOW, previous=Previous(outputs={}), preview=False)
@@ -163,7 +163,7 @@ def test_a_run_that_may_outlive_the_bake_is_refused(file: Path) -> None:
         return plan.make(root, file.stem, now=NOW, previous=Previous(outputs={}), preview=False)
 
     assert begin(end + timedelta(seconds=2)).warnings == ()
-    with pytest.raises(GpufleetError, match=f"{BAKED}, is deleted at .*, and the fleet may launch nodes until"):
+    with pytest.raises(GpufleetError, match=f"{BAKED}, is deleted at .*, but the fleet may launch nodes until"):
         begin(end - timedelta(seconds=2))
 
 
@@ -190,4 +190,6 @@ def test_it_pays_once_the_pulls_have_cost_as_much_as_builder_and_snapshot() -> N
     assert bill.usd(month) == Decimal("5.06")
     assert "0.50 USD, its 5.06 USD are paid after 11 starts" in bill.pays_after(month, Decimal(3))
     assert "0.51 USD, its 5.06 USD are paid after 10 starts" in bill.pays_after(month, Decimal("3.036"))
-    assert bill.pays_after(replace(month, pulled_s=Decimal(0)), Decimal(3)) == "Its builder's pull took no time."
+    assert (
+        bill.pays_after(replace(month, pulled_s=Decimal(0)), Decimal(3)) == "Its builder pulled the images in no time."
+    )

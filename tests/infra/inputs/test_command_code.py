@@ -144,8 +144,8 @@ def test_times_modes_and_order_do_not_change_the_archive(tmp_path: Path) -> None
 
 
 REFUSED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
-    "not there": ({}, {}, "line 7, job.code.folder: '../mine' is not accepted; allowed: a folder that is there."),
-    "empty": ({".git/x": ""}, {}, "allowed: a folder with files. Nothing in it is shipped."),
+    "not there": ({}, {}, "line 7, job.code.folder: '../mine' is not accepted; allowed: a folder that exists."),
+    "empty": ({".git/x": ""}, {}, "allowed: a folder with files. No file in it would be shipped."),
     "too large": (
         {f"{number}.bin": "x" * (100_000 * number) for number in range(1, 8)},
         {"max_mib": 1},

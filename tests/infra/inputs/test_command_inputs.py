@@ -96,18 +96,18 @@ def test_a_prefix_is_listed_and_another_content_is_another_input(tmp_path: Path)
     assert list(folders.missing(definition, root)) == []
     assert folders.listed(uri, root, FakeBucket({"folder/b.bin": "22", "a.bin": "1"})).sha256 == first.sha256
     assert folders.listed(uri, root, FakeBucket({"folder/b.bin": "22", "a.bin": "2"})).sha256 != first.sha256
-    with pytest.raises(GpufleetError, match="holds no file"):
+    with pytest.raises(GpufleetError, match="has no files"):
         folders.listed(uri, root, FakeBucket({"folder/": ""}))
 
 
 UNFIT = {
-    "not there": (None, "is not there: there is no folder"),
-    "empty": ([], "holds no file"),
+    "not there": (None, "is missing: there is no folder"),
+    "empty": ([], "has no files"),
     "many": (
         [str(number) for number in range(folders.MOST_FILES + 1)],
-        "holds 1,001 files, and at most 1,000 are uploaded one by one: pack them, or copy them into a bucket",
+        "has 1,001 files, but at most 1,000 are uploaded one by one: pack them, or copy them into a bucket",
     ),
-    "name": (["a\nb"], "holds a file whose name is 'a"),
+    "name": (["a\nb"], "has a file whose name is 'a"),
 }
 
 

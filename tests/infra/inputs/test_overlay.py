@@ -78,5 +78,5 @@ def test_a_set_up_sees_the_users_packages_and_changes_none_of_them(tmp_path: Pat
 
 
 def test_an_interpreter_that_makes_no_environment_is_named_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(GpufleetError, match=r"(?s)over that of .*/nowhere.*rehearsal.*leaves the set-up out"):
+    with pytest.raises(GpufleetError, match=r"(?s)on top of that of .*/nowhere.*rehearsal.*leaves the set-up out"):
         overlay.make(tmp_path / "nowhere", tmp_path / "over", cache=tmp_path)

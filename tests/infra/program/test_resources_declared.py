@@ -224,7 +224,7 @@ def test_a_bucket_whose_lifecycle_is_others_has_no_rule_of_the_stack_s(tmp_path:
     assert found.result.ok, found.result.text
     assert FLEET in found.kinds
     assert not [kind for kind in found.kinds if "Lifecycle" in kind]
-    assert "expires by the account's own rules, taken for 7 days" in json.dumps(found.result.outputs["kept"])
+    assert "expires by the account's own rules, assumed to be after 7 days" in json.dumps(found.result.outputs["kept"])
 
 
 def test_the_preview_says_what_a_destroy_will_keep(declared: Declared) -> None:

@@ -78,7 +78,7 @@ def test_a_deadline_in_hours_counts_from_the_runs_first_up_and_does_not_move() -
 
 
 def test_another_deadline_in_hours_is_another_setting() -> None:
-    with pytest.raises(DefinitionError, match=r"run.id: 'r1' .* Give run.id a new value"):
+    with pytest.raises(DefinitionError, match=r"run.id: 'r1' .* give run.id a new value"):
         verdict(limits(deadline=4 * HOUR), previous=verdict(limits(deadline=3 * HOUR)))
 
 
@@ -124,7 +124,7 @@ def test_types_and_zones_in_another_order_are_the_same_run() -> None:
 
 @pytest.mark.parametrize("changed", OTHER_SETTINGS.values(), ids=OTHER_SETTINGS.keys())
 def test_other_settings_under_the_same_id_are_refused(changed: StackDefinition) -> None:
-    with pytest.raises(DefinitionError, match=r"run.id: 'r1' .* Give run.id a new value"):
+    with pytest.raises(DefinitionError, match=r"run.id: 'r1' .* give run.id a new value"):
         verdict(changed, previous=verdict())
 
 
@@ -180,7 +180,7 @@ def test_a_run_that_may_go_on_is_kept_for_longer_than_its_fleet_lives() -> None:
 )
 def test_a_stack_stays_with_its_file_and_in_its_region(previous: Previous, said: str, run_id: str) -> None:
     """This holds even before the stack's first `up` has ended, because that `up` has made resources."""
-    with pytest.raises(DefinitionError, match=said + r".* Put it back, then `pulumi destroy`"):
+    with pytest.raises(DefinitionError, match=said + r".* Write the old one again, and run `pulumi destroy`"):
         judge(run(DEFINITION, run_id), dataset_sha256="d1", code_sha256="c1", previous=previous, now=NOW)
     here = Previous(outputs={"definition": DEFINITION.name}, region="us-east-2")
     assert not judge(DEFINITION, dataset_sha256="d1", code_sha256="c1", previous=here, now=NOW).continues
@@ -242,7 +242,7 @@ def test_no_up_deletes_what_one_that_was_cut_short_has_replaced_while_the_run_go
     assert verdict(previous=first, objects=own).continues
     others = (*own[1:], replaced)
     with pytest.raises(
-        DefinitionError, match=r"run.id: 'r1' .*Run r1 goes on, but an `up` for another run .* cut short"
+        DefinitionError, match=r"run.id: 'r1' .*Run r1 goes on, but an `up` for another run .* interrupted before"
     ):
         verdict(previous=first, objects=others)
     assert verdict(previous=first, objects=others, fleets=set()).over  # no node of the old run boots any more
@@ -252,7 +252,9 @@ def test_no_up_deletes_what_one_that_was_cut_short_has_replaced_while_the_run_go
 @pytest.mark.parametrize("now", [NOW, NOW + 40 * HOUR])
 def test_no_up_deletes_a_fleet_of_another_run(now: datetime) -> None:
     """An aborted `up` leads to this state, as does `refresh --run-program`, which writes outputs without a fleet."""
-    with pytest.raises(DefinitionError, match=r"record says r1, but its fleet is run r2's, and `up` would delete that"):
+    with pytest.raises(
+        DefinitionError, match=r"record names run r1, but its fleet belongs to run r2, and `up` would delete it"
+    ):
         verdict(previous=verdict(), fleets={"r2"}, now=now)
     assert not verdict(run(DEFINITION, "r3"), previous=verdict(), fleets={"r2"}).continues  # the way out
     assert not verdict(previous=verdict(), fleets={""}).over  # a fleet without a tag could be this run's own

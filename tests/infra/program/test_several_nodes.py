@@ -113,9 +113,12 @@ def test_a_first_card_without_efa_is_a_plain_interface(tmp_path: Path) -> None:
 
 
 def test_what_cards_reach_together_is_what_their_node_reaches() -> None:
-    for kind in load_catalog().instances.values():
-        if kind.efa_cards:
-            assert kind.card_gbps * kind.efa_cards == pytest.approx(kind.network_gbps, rel=0.13), kind.type
+    # the first card of a p6-b300 is a slower one without EFA, so `card_gbps` is not of the others, 400 each
+    cards = {kind.type: (kind.card_gbps, kind) for kind in load_catalog().instances.values() if kind.efa_cards}
+    first, b300 = cards.pop("p6-b300.48xlarge")
+    assert (first, b300.network_gbps) == (350, 16 * 400)
+    for name, (gbps, kind) in cards.items():
+        assert gbps * kind.efa_cards == kind.network_gbps, name
 
 
 def test_over_all_cards_nodes_are_in_a_private_subnet_behind_a_nat_gateway(over_all: Declared) -> None:

@@ -180,7 +180,7 @@ def test_a_receipt_alone_is_a_page(tmp_path: Path) -> None:
 
 
 def test_no_receipt_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(GpufleetError, match=r"there is no receipt\.json; `gpufleet results STACK` brings"):
+    with pytest.raises(GpufleetError, match=r"there is no receipt\.json; `gpufleet results STACK` downloads"):
         run.read(tmp_path)
     (tmp_path / "receipt.json").write_text("{")
     with pytest.raises(GpufleetError, match=r"receipt\.json cannot be read"):

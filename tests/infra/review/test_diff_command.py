@@ -333,7 +333,7 @@ def test_somebody_else_s_file_in_stacks_is_no_stack_and_a_broken_definition_is_o
 def test_outside_a_repository_and_without_git_that_is_what_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(GpufleetError, match="not a git repository"):
+    with pytest.raises(GpufleetError, match="is a git repository"):
         review_commits(tmp_path, "HEAD", "HEAD")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(GpufleetError, match="git is not installed"):

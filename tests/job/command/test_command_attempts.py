@@ -101,7 +101,7 @@ def test_a_command_deaf_to_its_limit_spends_no_more_than_its_stopping_time(tmp_p
     node = near_its_cap(tmp_path, parameters(deaf, stop={"grace_s": 4.0}), "begun")
     assert node.code() == 0, node.log
     assert node.stored("done.json")["reason"] == "max_hours"
-    assert "it did not leave in time" in node.stored("done.json")["detail"]
+    assert "it did not stop in time" in node.stored("done.json")["detail"]
     receipt = node.stored("receipt.json")
     assert float(receipt["attempts"][0]["seconds"]) <= CAP_S  # the cap holds its stopping time
     assert not processes_in(tmp_path)

@@ -134,14 +134,14 @@ LONG = "/".join(("n" * 200,) * 5)
     ("name", "said"),
     [
         ("plain.bin", ""),
-        ("no\u00a0break.bin", "no object may be called 'step-2/no\\xa0break.bin'"),
-        ("\u3000.bin", "no object may be called"),
-        ("a\u200db.bin", "no object may be called"),
-        ("\u202ea.bin", "no object may be called"),
-        ("a\tb.bin", "no object may be called"),
-        ("a\nb.bin", "no object may be called"),
-        (b"by\xfftes.bin", "no object may be called 'step-2/by\\udcfftes.bin'"),
-        (LONG, "allowed is UTF-8 that prints, 255 bytes a part and 979 together"),
+        ("no\u00a0break.bin", "'step-2/no\\xa0break.bin' cannot be an object's name"),
+        ("\u3000.bin", "cannot be an object's name"),
+        ("a\u200db.bin", "cannot be an object's name"),
+        ("\u202ea.bin", "cannot be an object's name"),
+        ("a\tb.bin", "cannot be an object's name"),
+        ("a\nb.bin", "cannot be an object's name"),
+        (b"by\xfftes.bin", "'step-2/by\\udcfftes.bin' cannot be an object's name"),
+        (LONG, "use printable UTF-8, at most 255 bytes per part and 979 in all"),
     ],
 )
 def test_a_name_that_cannot_be_published_keeps_a_checkpoint_from_being_whole_and_is_told_at_once(

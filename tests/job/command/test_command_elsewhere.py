@@ -39,29 +39,29 @@ class SearchedRun:
     ("command", "checkpoint", "written", "answer"),
     [
         ("python train.py --out runs", {"each": ["ckpt-{step}.json"]}, ["code/runs/ckpt-10.json"],
-         "runs/ckpt-10.json was written where nobody looks: write job.checkpoint.folder: 'runs', or --out"
+         "runs/ckpt-10.json is outside of job.checkpoint.folder: write job.checkpoint.folder: 'runs', or --out"
          " {checkpoints} in job.command"),
         ("python train.py", {"each": ["last.pt"], "rewritten": True}, ["outputs/x/last.pt"],
-         "{outputs}/x/last.pt was written where nobody looks: write job.checkpoint.folder: '{outputs}/x', or have the"
-         " command write into {checkpoints}"),
+         "{outputs}/x/last.pt is outside of job.checkpoint.folder: write job.checkpoint.folder: '{outputs}/x',"
+         " or make the command write into {checkpoints}"),
         ("python train.py", {"each": ["last.pt"], "rewritten": True}, ["code/last.pt"],
-         "last.pt was written where nobody looks: write job.workdir: '{checkpoints}', and {code}/ before the script's"
-         " name in job.command"),
+         "last.pt is outside of job.checkpoint.folder: write job.workdir: '{checkpoints}', and {code}/ before"
+         " the script's name in job.command"),
         ("python train.py", {"each": ["ckpt-{step}.pt"]}, ["checkpoints/exp/ckpt-10.pt"],
-         "{checkpoints}/exp/ckpt-10.pt was written where nobody looks: write job.checkpoint.folder:"
-         " '{checkpoints}/exp', or have the command write into {checkpoints}"),
+         "{checkpoints}/exp/ckpt-10.pt is outside of job.checkpoint.folder: write job.checkpoint.folder:"
+         " '{checkpoints}/exp', or make the command write into {checkpoints}"),
         ("python train.py", {"each": ["ckpt-{step}.pt"]}, ["checkpoints/step_000010.pt", "checkpoints/step_000020.pt"],
-         "step_000010.pt, step_000020.pt came into {checkpoints}, and job.checkpoint.each, ckpt-{step}.pt, names none"
-         " of them: write each: 'step_{step:06d}.pt', if that is one checkpoint"),
+         "the command wrote step_000010.pt, step_000020.pt into {checkpoints}, but job.checkpoint.each, ckpt-{step}.pt,"
+         " matches none of these: if that is a checkpoint, write each: 'step_{step:06d}.pt'"),
         ("python train.py", {"each": ["ckpt-{step}.pt"]}, ["checkpoints/epoch-3/a", "checkpoints/epoch-4/a"],
-         "epoch-3/a, epoch-4/a came into {checkpoints}, and job.checkpoint.each, ckpt-{step}.pt, names none of them:"
-         " write each: 'epoch-{epoch}/', if that is one checkpoint"),
+         "the command wrote epoch-3/a, epoch-4/a into {checkpoints}, but job.checkpoint.each, ckpt-{step}.pt, matches"
+         " none of these: if that is a checkpoint, write each: 'epoch-{epoch}/'"),
         ("python train.py", {"each": ["ckpt-{step}.pt"]}, ["checkpoints/best.pt"],
-         "best.pt came into {checkpoints}, and job.checkpoint.each, ckpt-{step}.pt, names none of them: write each:"
-         " 'best.pt', rewritten: true, if that is one checkpoint"),
+         "the command wrote best.pt into {checkpoints}, but job.checkpoint.each, ckpt-{step}.pt, matches none of these:"
+         " if that is a checkpoint, write each: 'best.pt', rewritten: true"),
         ("python train.py", {"each": ["ckpt-{step}.pt"]}, ["code/out/model_4.pth", "code/out/log.txt"],
-         "nothing came into {checkpoints}; written were out/model_4.pth: say in job.checkpoint.folder and each which"
-         " of these is a checkpoint"),
+         "the command wrote nothing into {checkpoints}, but out/model_4.pth: if one of these is a checkpoint, name it"
+         " in job.checkpoint.folder and job.checkpoint.each"),
         ("python train.py", {"each": ["ckpt-{step}.pt"]}, ["code/log.txt", "checkpoints/ckpt-1.tmp"], ""),
         ("python train.py", {"each": ["model.pt"], "rewritten": True},
          ["checkpoints/config.json", "checkpoints/training_args.bin"], ""),
@@ -104,4 +104,4 @@ def test_nothing_is_looked_for_outside_of_the_command_s_folders(tmp_path: Path, 
         (folder / "last.pt").symlink_to("last.pt")
     assert searched.look() == ""
     searched.write(user / "code" / "runs2" / "last.pt") if place != "code" else None
-    assert searched.look().startswith("runs2/last.pt was written") is (place != "code")
+    assert searched.look().startswith("runs2/last.pt is outside") is (place != "code")

@@ -41,14 +41,14 @@ RULES = {"exit": {"fatal": [3], "again": [4], "restarts": 2}}
         (STEPS, {"step": 50_000, "saved": 60_000}, False, "finished", ""),
         (EPOCHS, {"step": 5}, False, "finished", ""),  # the last epoch is told when it begins, or from 0
         (EPOCHS, {"step": 4}, False, "failed", "ended by itself at epoch 4 of 6"),
-        (STEPS, {"step": 0, "is_told": False}, False, "failed", "nothing tells how far it came of 60,000, and no line"),
+        (STEPS, {"step": 0, "is_told": False}, False, "failed", "whether it reached step 60,000 is unknown: no line"),
         (STEPS, {"step": 0, "is_told": False, "unread": ("ep 3 of 9", "ep 4 of 9")}, False, "failed",
          "No line matched job.progress.stdout; the last ones with numbers were: ep 3 of 9 | ep 4 of 9"),
         (STEPS, {"step": 0, "is_told": False, "is_saved": True}, False, "finished", ""),
         # It was given a checkpoint, and did nothing.
         ({}, {"step": 30, "is_told": False, "restored": 30, "is_idle": True}, False, "failed",
-         "was given the checkpoint of step 30, told no step, wrote nothing and ended with exit code 0"),
-        (STEPS, {"step": 30, "is_told": False, "restored": 30, "is_idle": True}, False, "failed", "it does not go on"),
+         "got the checkpoint of step 30, printed no step, wrote nothing and ended with exit code 0"),
+        (STEPS, {"step": 30, "is_told": False, "restored": 30, "is_idle": True}, False, "failed", "it does not resume"),
         (STEPS, {"step": 60_000, "is_told": False, "restored": 60_000, "is_idle": True}, False, "finished", ""),
         ({}, {"step": 30, "is_told": False, "restored": 30, "is_idle": True, "follows": True}, False, "finished", ""),
         # Exit code 0 after a stop: the last step must be certain.
@@ -102,7 +102,7 @@ def test_two_ends_are_alike_by_their_cause(one: dict[str, Any], other: dict[str,
         (RULES, 1, 9, [5, 7], False, "elsewhere", ""),
         (RULES, 1, 7, [7], False, "failed", "twice for the same reason"),
         (RULES, 143, 7, [], False, "again", "SIGTERM, exit code 143"),  # by somebody else: a crash, no stop
-        (RULES, 137, 7, [], False, "again", "SIGKILL, exit code 137, as where the kernel lacks memory"),
+        (RULES, 137, 7, [], False, "again", "SIGKILL, exit code 137, as if the kernel lacks memory"),
         (RULES, 139, 7, [], False, "again", "SIGSEGV, exit code 139"),
         (RULES, 1, 7, [], True, "stopped", ""),
     ],
@@ -159,7 +159,7 @@ def test_a_crash_is_gone_on_from_in_place_and_then_elsewhere(tmp_path: Path) -> 
     told |= {"resume": {"args": "", "check": "none"}, "exit": {"restarts": 1}}
     job = CommandJob(tmp_path / "w", told)
     assert job.run() == 1, job.log
-    assert "again from the last whole checkpoint, 1 of 1" in job.log
+    assert "restart 1 of 1, from the last whole checkpoint" in job.log
     assert "restored step 40" in job.log
     left = CommandEnd.read(job.workdir)
     assert left is not None
@@ -173,7 +173,7 @@ def test_a_node_of_several_starts_nothing_again_by_itself(node: int, tmp_path: P
     job.environment = {"GPUFLEET_NODES": "2", "GPUFLEET_NODE_RANK": str(node)}
     job.tell(LeaderSaved(step=-1, named_by="", ended=True))
     assert job.run() == 1, job.log
-    assert "again from the last whole checkpoint" not in job.log
+    assert ", from the last whole checkpoint" not in job.log
     seen = Observed.read(job.workdir)
     assert seen is not None
     assert seen.follows is (node > 0)
@@ -264,12 +264,12 @@ def test_a_notice_is_passed_on_only_where_that_can_save(
     ("saves", "reason", "deadline", "seconds", "on_signal", "why"),
     [
         (True, "notice", 120.0, 116.0, False, ""),
-        (True, "notice", 120.0, 117.0, False, "it did not leave in time"),
+        (True, "notice", 120.0, 117.0, False, "it did not stop in time"),
         (False, "notice", 120.0, 117.0, False, "the machine goes away"),
         (True, "notice", 120.0, 1.0, True, "its checkpoint is whole, and the machine goes away"),
         (False, "stopped", None, 1.0, False, "stopped after a whole checkpoint"),
         (True, "max_usd", None, 89.0, False, ""),
-        (True, "max_usd", None, 90.0, False, "it did not leave in time"),
+        (True, "max_usd", None, 90.0, False, "it did not stop in time"),
     ],
 )
 def test_how_long_a_command_is_waited_for(

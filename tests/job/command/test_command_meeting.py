@@ -77,12 +77,17 @@ class Looked:
 @pytest.mark.parametrize(
     ("nodes", "gpus", "seen", "why"),
     [
-        (2, 1, (1, 1), "1 rank met where 2 are expected, 1 on each of 2 nodes: each node trains alone. With torchrun"),
-        (2, 8, (1, 1), "1 rank met where 2 are expected"),
-        (2, 8, (8, 8), "8 ranks met where 16 are expected, 8 on each of 2 nodes"),
-        (2, 8, (8, 1), "8 ranks met where 16 are expected"),  # the others of this node are not seen
-        (2, 1, (2, 2), "2 ranks met where 4 are expected"),  # a rehearsal starts more than one a node
-        (4, 8, (16, 8), "16 ranks met where 32 are expected"),  # two by two
+        (
+            2,
+            1,
+            (1, 1),
+            "the launcher counts 1 rank instead of 2, 1 on each of 2 nodes: each node trains alone. With torchrun",
+        ),
+        (2, 8, (1, 1), "the launcher counts 1 rank instead of 2"),
+        (2, 8, (8, 8), "the launcher counts 8 ranks instead of 16, 8 on each of 2 nodes"),
+        (2, 8, (8, 1), "the launcher counts 8 ranks instead of 16"),  # the others of this node are not seen
+        (2, 1, (2, 2), "the launcher counts 2 ranks instead of 4"),  # a rehearsal starts more than one a node
+        (4, 8, (16, 8), "the launcher counts 16 ranks instead of 32"),  # two by two
         (2, 1, (2, 1), ""),
         (2, 8, (16, 8), ""),
         (2, 8, (16, 3), ""),
@@ -147,7 +152,7 @@ def test_a_command_whose_nodes_train_alone_is_ended_and_the_run_with_it(tmp_path
     assert job.run() == 65, job.log
     fatal = Fatal.read(job.workdir)
     assert fatal is not None
-    assert "1 rank met where 2 are expected, 1 on each of 2 nodes: each node trains alone" in fatal.detail
+    assert "the launcher counts 1 rank instead of 2, 1 on each of 2 nodes: each node trains alone" in fatal.detail
     assert "--nnodes {nodes} --node-rank {node_rank}" in fatal.detail
     assert "--machine_rank {node_rank}" in fatal.detail
 
@@ -177,8 +182,8 @@ FAST, SLOW = ({"gb_s": gb_s, "transport": by} for gb_s, by in ((300, "AWS Libfab
         (0, FAST, 3200.0, "300.0 GB/s from a node to the others over AWS Libfabric", ""),
         (0, SLOW, 3200.0, "3.0 GB/s", "EFA is not in use: 3.0 GB/s from a node to the others over Socket, 1% of"),
         (0, SLOW, 0.0, "3.0 GB/s from a node to the others over Socket", ""),  # cards of unknown speed
-        (network.NO_TORCH, "", 3200.0, "is not known: the image has no torch", ""),
-        (1, "RuntimeError: no GPU", 3200.0, "is not known: it ended with 1: RuntimeError: no GPU", ""),
+        (network.NO_TORCH, "", 3200.0, "is unknown: the image has no torch", ""),
+        (1, "RuntimeError: no GPU", 3200.0, "is unknown: it ended with 1: RuntimeError: no GPU", ""),
     ],
 )
 def test_only_what_a_pre_flight_has_measured_refuses_a_node(

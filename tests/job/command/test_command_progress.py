@@ -237,7 +237,7 @@ def test_steps_beyond_the_last_one_show_that_lines_count_something_else_and_chec
     assert reading.progress.step == 50
     assert not reading.progress.is_believed
     assert reading.notes == [
-        "a line tells step 230 of 200, so job.progress.stdout reads something else; checkpoints tell how far it is:"
+        "a line shows step 230 of 200, so job.progress.stdout reads another number; only checkpoints count as progress:"
         " 230/? ["
     ]
     reading.progress.saved(Save(step=100, reason="timed", bytes=7, blocked_s=0.0), 160.0, is_counted=True)

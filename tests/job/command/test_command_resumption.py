@@ -12,7 +12,7 @@ import pytest
 from tests.job.script_world import FakeScript, ScriptWorld, lost_and_started_again
 
 SEED, QUICK, ALL = 43, 40, 200
-DOES_NOT = ": it does not resume; if it goes on and counts anew, write job.resume.check: none"
+DOES_NOT = ": it does not resume; if it resumes but counts from the beginning, write job.resume.check: none"
 STEPS, EPOCHS, HOURS = {"steps": 60}, {"epochs": 6}, {"hours": {"low": 1, "likely": 2, "high": 3}}
 TENTH, EACH, MINUTE = {"steps": 10}, {"epochs": 1}, {"minutes": 1}
 Case = tuple[
@@ -85,13 +85,13 @@ def test_a_start_that_goes_on_is_shown_to_and_finishes(tmp_path: Path, name: str
 
 NOT_SHOWN: dict[str, tuple[Case, str]] = {
     "one file and no line": (
-        (FakeScript(names="one", delivery="none"), HOURS, MINUTE, 45), "no line of this start told a step"),
+        (FakeScript(names="one", delivery="none"), HOURS, MINUTE, 45), "no line of this start showed a step"),
     "names alone, saved by the clock": (
-        (FakeScript(delivery="none"), HOURS, MINUTE, 45), "no line of this start told a step"),
+        (FakeScript(delivery="none"), HOURS, MINUTE, 45), "no line of this start showed a step"),
     "a checkpoint from before the first line": (
-        (FakeScript(names="one", each=25), HOURS, MINUTE, 29), "no line before that checkpoint told any"),
+        (FakeScript(names="one", each=25), HOURS, MINUTE, 29), "no line before that checkpoint showed a position"),
     "in the first epoch": (
-        (FakeScript(names="one", lines="batch", every=5), HOURS, MINUTE, 8), "may tell as well"),
+        (FakeScript(names="one", lines="batch", every=5), HOURS, MINUTE, 8), "may show that too"),
 }  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def test_after_the_checkpoint_that_has_the_number_0_a_start_is_like_the_first(tm
     assert start.restored is not None
     assert world.run(start, until=25) is not None, start.refusal
     assert world.verdicts[-1] == "not shown"
-    assert "may tell as well" in world.why
+    assert "may show that too" in world.why
 
 
 def test_where_names_count_epochs_steps_go_on_where_they_were(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_silent_command_is_stuck_unless_a_gpu_works_or_a_file_grows(
 ) -> None:
     silent = WatchedStart(tmp_path, monkeypatch)
     silent.use(0.0)
-    assert "no output, no step, no file for 30 min, and no GPU used" in silent.minutes(60)
+    assert "no output, no step, no file for 30 min, and no GPU in use" in silent.minutes(60)
     busy = WatchedStart(tmp_path, monkeypatch)
     for _ in range(90):
         busy.use(70.0)

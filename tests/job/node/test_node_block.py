@@ -44,7 +44,7 @@ def test_one_that_fails_ends_the_fleet_so_that_the_next_up_makes_it_again(node: 
     assert node.stored(f"attempts/{INSTANCE}.json")["exit"]["code"] == 1
     assert deletions(outcome) == [True]
     told = (node.world / "told").read_text()
-    assert "its fleet is ended, as it replaces no node; `pulumi up` launches all of them again" in told
+    assert "its fleet is ended, because it replaces no node; `pulumi up` launches all nodes again" in told
 
 
 def test_on_spot_it_stays_for_the_next_node(node: StubNode) -> None:
@@ -79,7 +79,7 @@ def test_of_several_one_that_follows_leaves_the_fleet_to_who_has_ended_the_run(n
     outcome = node.boot()
     assert deletions(outcome) == []
     assert outcome.calls_starting(SHUTDOWN) == [SHUTDOWN]
-    assert "whoever ended the run deletes the fleet" in outcome.log
+    assert "the node that ended the run deletes the fleet" in outcome.log
 
 
 def test_of_several_one_that_comes_after_the_end_ends_the_fleet_where_who_ended_the_run_is_gone(node: StubNode) -> None:

@@ -92,8 +92,8 @@ def test_a_node_of_several_that_has_no_address_runs_nothing(node: StubNode) -> N
 
 @pytest.mark.parametrize(("wanted", "here", "why"), [
     (2, 2, ""),
-    (2, 1, "1 EFA devices are here where its launch template has 2"),
-    (2, 0, "0 EFA devices are here where its launch template has 2"),
+    (2, 1, "this machine has 1 EFA devices, but its launch template asks for 2"),
+    (2, 0, "this machine has 0 EFA devices, but its launch template asks for 2"),
     (0, 1, ""),
 ])  # fmt: skip
 def test_a_node_of_several_with_other_cards_than_declared_trains_nothing(
@@ -129,7 +129,7 @@ def test_a_node_that_has_let_go_starts_what_asks_for_all_again_and_ends_itself_a
     assert "--state-machine-arn arn:aws:states:us-east-2:111122223333:stateMachine:gpufleet-schedules" in call
     assert "--name r1-3-2" in call
     assert json.loads((node.world / "asked").read_text()) == {"pause_s": 7200} if not refused else True
-    assert ("AWS is asked for all again in 120 minutes" in outcome.log) is not refused
+    assert ("AWS launches all again in 120 minutes" in outcome.log) is not refused
 
 
 def test_boots_that_let_go_are_not_counted(node: StubNode) -> None:

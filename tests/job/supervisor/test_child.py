@@ -299,7 +299,7 @@ def test_missing_packages_are_installed_and_the_program_starts_anew_with_them(
     bootstrap.ensure(tmp_path / "packages", listed)
     assert started == [[sys.executable, "-m", "gpufleet.job", "run.json"]]
     assert os.environ["PYTHONPATH"] == f"/app{os.pathsep}{tmp_path / 'packages'}"
-    with pytest.raises(RuntimeError, match="yet not found"):
+    with pytest.raises(RuntimeError, match="but Python does not find them there"):
         bootstrap.ensure(tmp_path / "packages", listed)
     monkeypatch.delenv(bootstrap.MARK)
 

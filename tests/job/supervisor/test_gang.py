@@ -52,7 +52,7 @@ def test_the_oldest_ready_node_proposes() -> None:
     proposed = act(view(OLD, NEW))
     assert isinstance(proposed, Propose)
     assert proposed.generation == replace(PAIR, number=1)
-    assert act(view(NEW, OLD)) == Wait(why="i-1 is to propose")
+    assert act(view(NEW, OLD)) == Wait(why="i-1 must propose a generation")
 
 
 def test_another_proposes_where_the_oldest_does_not() -> None:
@@ -61,7 +61,7 @@ def test_another_proposes_where_the_oldest_does_not() -> None:
 
 def test_who_had_rank_0_last_leads_the_next_generation() -> None:
     proposed = act(view(replace(OLD, first_in=1), replace(NEW, first_in=2), node("i-3", 5)), nodes=3)
-    assert proposed == Wait(why="i-3 is to propose")
+    assert proposed == Wait(why="i-3 must propose a generation")
     proposed = act(view(node("i-3", 5), replace(OLD, first_in=1), replace(NEW, first_in=2)), nodes=3)
     assert isinstance(proposed, Propose)
     assert proposed.generation.members == ("i-2", "i-1", "i-3")
@@ -103,9 +103,9 @@ def test_who_is_slower_than_the_others_or_looks_slowly_knows_it() -> None:
         own, other = replace(FIRST, own_s=own_s, look_s=look_s), replace(SECOND, own_s=other_s)
         return gang.why_slow(view(own, other, third), trio)
 
-    assert slowness(1.5, 1.0).startswith("its last 20 steps took 1.5 times as long as the other nodes'")
+    assert slowness(1.5, 1.0).startswith("before the exchange, its last 20 steps took 1.5 times as long")
     assert slowness(1.49, 1.0) == slowness(1.0, 1.5) == slowness(0.0, 1.0) == ""
-    assert slowness(1.0, 1.0, look_s=16.0).startswith("its looks at S3 have taken 16 s and more, 5 times in a row")
+    assert slowness(1.0, 1.0, look_s=16.0).startswith("its last 5 looks at S3 have each taken 16 s or more")
     unknown = gang.why_slow(view(replace(FIRST, own_s=9.0), replace(SECOND, generation=2, own_s=1.0)), PAIR)
     assert unknown == ""  # an earlier generation's
 
@@ -158,7 +158,7 @@ def test_a_node_that_the_run_trains_without_leaves_after_ten_minutes() -> None:
 
 def test_a_spare_node_takes_the_place_of_one_that_is_gone() -> None:
     there = view(node("i-3", 30), replace(FIRST, state="ready"), SECOND, ages={"i-2": 50.0}, newest=PAIR)
-    assert act(there) == Wait(why="i-1 is to propose")
+    assert act(there) == Wait(why="i-1 must propose a generation")
     proposed = act(view(replace(FIRST, state="ready"), node("i-3", 30), newest=PAIR))
     assert isinstance(proposed, Propose)
     assert (proposed.generation.number, proposed.generation.members) == (4, ("i-1", "i-3"))
@@ -173,6 +173,20 @@ def test_a_member_lost_for_45_s_ends_the_generation() -> None:
     assert why_over(view(FIRST, SECOND, newest=PAIR, ages={"i-2": 45.0}), idle_s=99.0) is None
     assert why_over(view(FIRST, SECOND, newest=PAIR, ages={"i-2": 45.1}), idle_s=99.0) == "i-2 is lost"
     assert why_over(view(SECOND, newest=PAIR)) == "i-1 is lost"
+
+
+def test_where_ranks_have_failed_a_silent_member_is_waited_for_20_s() -> None:
+    failed, new = replace(FIRST, state="ready", ended=1), node("i-3", 30)
+
+    def busy(own: Presence, silent_s: float, **known: float) -> list[str]:
+        return gang.busy_nodes(view(own, SECOND, new, ages={"i-2": silent_s}, **known))
+
+    assert busy(failed, 20.0) == ["i-2"]
+    assert busy(failed, 20.1) == []
+    assert busy(failed, 20.1, steady_s=14.0) == ["i-2"]  # after an outage of the store all presences are old
+    assert busy(replace(failed, ended=75), 20.1) == ["i-2"]  # it saves
+    assert busy(replace(failed, generation=2), 20.1) == ["i-2"]
+    assert gang.busy_nodes(view(new, SECOND, failed, ages={"i-2": 20.1})) == []
 
 
 def test_a_node_that_says_that_it_leaves_is_waited_for_no_more() -> None:

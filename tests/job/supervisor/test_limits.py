@@ -69,7 +69,10 @@ def test_an_untold_spot_price_is_counted_at_its_ceiling_and_said_in_log_heartbea
 
     assert bench.attempt(script={2: slow, 4: slow, 6: slow}).run() == 0
     assert bench.json("done.json")["reason"] == "max_usd"
-    assert "AWS gives no spot price: compute counts at its ceiling, $1.2120 an hour" in bench.said
+    assert (
+        "AWS gives no spot price: until it does, compute counts at the highest possible one, $1.2120 an hour"
+        in bench.said
+    )
     (beats,) = [bench.store.get_bytes(entry.key) or b"" for entry in bench.store.entries("heartbeat/")]
     assert all(float(beat["ceiling_s"]) > 0 for beat in atomic.objects(beats))
     assert "AWS gave no spot price" in bench.json("receipt.json")["lines"][0]["note"]

@@ -73,9 +73,9 @@ DAMAGE: dict[str, tuple[Callable[[Bench], object], str]] = {
         "not JSON",
     ),
     "other schema": (lambda b: rewrite(b, lambda m: m.update(schema=2)), "schema 2, this code reads 1"),
-    "other run": (lambda b: rewrite(b, lambda m: m.update(run="r2")), "of run 'r2'"),
+    "other run": (lambda b: rewrite(b, lambda m: m.update(run="r2")), "to run 'r2'"),
     "other config": (lambda b: rewrite(b, lambda m: m.update(config_sha256="0")), "another config"),
-    "other step": (lambda b: rewrite(b, lambda m: m.update(step=7)), "of step 7"),
+    "other step": (lambda b: rewrite(b, lambda m: m.update(step=7)), "to step 7"),
     "no files": (lambda b: rewrite(b, lambda m: m.update(files=[])), "names no files"),
     "file without hash": (lambda b: rewrite(b, lambda m: m["files"][0].pop("sha256")), "files[0].sha256 is missing"),
     "path outside": (

@@ -1,6 +1,6 @@
-"""Extracts the program from a model's answer, without the parts that the program never uses. Models like to add a test,
-a main block, a module class or imports. The rules would refuse these parts, though they do not matter. Such parts are
-dropped before anything is judged. Rules and process get only the rest, so the dropped parts can do nothing.
+"""Extracts the program from a model's answer, without parts that the program never uses. Models like to add a test, a
+main block, a module class or imports, which the rules would refuse though they do not matter. Such parts are dropped
+before anything is judged. Rules and process get only the rest, so the dropped parts can do nothing.
 """
 
 from __future__ import annotations
@@ -77,9 +77,7 @@ def _forget_annotations(function: ast.FunctionDef) -> None:
 
 
 def _reached(body: list[ast.stmt]) -> list[ast.stmt]:
-    """The statements that the entry names, the statements that those name, and so on; and all statements that define no
-    name.
-    """
+    """The statements that the entry names, those that these name, and so on; and all that define no name."""
     whole = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names if not alias.asname}
     wanted, seen, givers = [ENTRY], set[str](), dict[str, list[ast.stmt]]()
     for node in body:
@@ -123,9 +121,7 @@ def _names(node: ast.stmt) -> list[str]:
 
 
 def _mentions(node: ast.stmt) -> list[str]:
-    """The module's names that a statement may need. A function's own names do not count: an example's `x` is one of
-    these.
-    """
+    """The module's names that a statement may need. A function's own names, such as an example's `x`, do not count."""
     names, scopes = list[str](), [symtable.symtable(ast.unparse(node), "answer", "exec")]
     while scopes:
         scope = scopes.pop()

@@ -31,7 +31,6 @@ class KernelTask:
 
     @property
     def prompt(self) -> str:
-        """The text that the model gets."""
         return (
             f"Write a Triton kernel and `{ENTRY}` for {self.dtype} tensors that computes:\n{self.reference_source}"
             "Import torch, triton and math alone. Compute in @triton.jit kernels only. Inputs may have any strides.\n"

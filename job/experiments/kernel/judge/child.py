@@ -36,11 +36,11 @@ from gpufleet.job.experiments.kernel.judge import compiler, interpreter, sandbox
 from gpufleet.job.experiments.kernel.judge.watched import GIVEN, Computes, Fences, Ops, filled, refuse_operators
 
 ENTRY = "kernel_function"
-# Imported before the first fork, because the interpreter would otherwise import these modules in each child.
+# Imported before the first fork: otherwise the interpreter would import these modules in each child.
 PRELOADED = ("triton", "triton.compiler.code_generator", "triton.experimental.gluon", "triton.language.extra.libdevice")
 BROADCASTS = "torch.fx.experimental.symbolic_shapes"  # for torch.broadcast_shapes; its import inspects frames
 FLUSH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}  # larger than a core's own caches; 5 times an H100's 50 MB L2
-# saved before a candidate could replace them
+# kept here before a candidate could replace them
 _clock, _cpu, _usage = time.perf_counter, time.process_time, resource.getrusage
 _Event: Any = torch.cuda.Event
 _hold: Any = torch.cuda._sleep
@@ -62,7 +62,7 @@ def {ENTRY}(x):
 class Harness:
     """One candidate: the harness loads it, calls it and times it."""
 
-    turn = 0  # counts calls from a number that the judge chose, so a configuration's number reveals nothing
+    turn = 0  # counts calls from a number that the judge chose, so that a configuration's number reveals nothing
     names: Mapping[str, Any] = {}  # names whose meaning in an interpreted module is not Python's
 
     def __init__(self, device: torch.device) -> None:
@@ -83,8 +83,8 @@ class Harness:
         return act(head, blobs)
 
     def _load(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """Loads the text that was judged, because bytes could be decoded differently. With `refuses` no call may
-        compute with torch; for listed calls `ops` says more.
+        """Loads the text that was judged, not bytes, which could be decoded differently. With `refuses` no call may
+        compute with torch; for listed calls `ops` gives more.
         """
         Harness.turn = head.get("turn", 0)
         if head.get("refuses"):
@@ -99,7 +99,7 @@ class Harness:
         return {"problem": problem}, []
 
     def _give(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """Takes new inputs; with `as_timed` they go to the addresses of the trials, if possible, because other
+        """Takes new inputs. With `as_timed` they go to the addresses of the trials, if possible, because other
         addresses would reveal the check.
         """
         tensors = [wire.unpack(spec, blob) for spec, blob in zip(head["inputs"], blobs, strict=True)]
@@ -200,7 +200,7 @@ class Harness:
 
 
 def _entry(name: str, text: str, names: Mapping[str, Any]) -> Any:
-    """The object that a module defines as ENTRY; `names` override Python's meanings in the module."""
+    """The object that a module defines as ENTRY; `names` replace Python's meanings in the module."""
     path = Path(f"{name}.py").resolve()
     path.write_text(text, encoding="utf-8", newline="")  # triton reads a kernel's source from its file
     module = types.ModuleType(name)
@@ -221,7 +221,7 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The bits, so that NaN equals NaN, and 0 differs from -0."""
+    """The bits: with them NaN equals NaN, and 0 differs from -0."""
     return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
@@ -248,7 +248,7 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
     os.chdir(scratch)
     os.environ.update(dict.fromkeys(("TMPDIR", "HOME", "TRITON_HOME", "CUDA_CACHE_PATH"), str(scratch)))
     os.environ["TRITON_CACHE_DIR"] = compiler.CACHE
-    tempfile.tempdir = str(scratch)  # imported modules have read TMPDIR and HOME already
+    tempfile.tempdir = str(scratch)  # imported modules have already read TMPDIR and HOME
     output = os.open(compiler.PRINTED, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
@@ -279,9 +279,7 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
 
 
 def _unreachable(device: torch.device) -> dict[str, Any]:
-    """An error if nothing can be computed on the device. It is found before a candidate comes, so no candidate is to
-    blame.
-    """
+    """An error if nothing can be computed on the device, before any candidate comes that could be blamed."""
     try:
         for tries_left in (3, 2, 1, 0) if device.type == "cuda" else ():
             try:
@@ -317,7 +315,7 @@ def serve(control: socket.socket, lacks: str | None) -> None:
         content, descriptors = b"", list[int]()
         with suppress(ConnectionResetError):
             content, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
-        if not content:  # the judge is gone, perhaps killed, and a running child would keep a core for ever
+        if not content:  # the judge has ended, perhaps killed, and a running child would keep a core for ever
             sandbox.end_children()
             return
         asked = json.loads(content)
@@ -333,12 +331,12 @@ def serve(control: socket.socket, lacks: str | None) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """See above."""
+    """Runs the command line above."""
     end = socket.socket(fileno=int(argv[0]))
     end.set_inheritable(False)
     for name in PRELOADED:
         importlib.import_module(name)
-    if argv[1] != "one":  # no GPU to wait for: later errors are still reported
+    if argv[1] != "one":  # there is no GPU to wait for; errors are still reported later
         torch.cuda.synchronize = lambda device=None: None
     if os.environ.get("TRITON_INTERPRET") == "1":
         Harness.names = interpreter.install(lambda: Harness.turn)

@@ -35,7 +35,7 @@ OUTCOME = "outcome.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileOutcome:
-    """With `problem` None the source compiles, and `built` holds the result."""
+    """The outcome of a compilation. With `problem` None the source compiles, and `built` holds the result."""
 
     problem: str | None
     built: Path
@@ -69,14 +69,14 @@ class Compilation:
         """
         arguments = hashlib.sha256(json.dumps(tasks.layouts(task, self._seed)).encode()).hexdigest()[:16]
         name = f"{sha256}-{arguments}-{self._target}"
-        # the second of two at the same time waits for the first
+        # of two threads at the same time, the second waits for the first
         with self._under_way.setdefault(name, threading.Lock()):
             return self._known(name) or self._compile(name, source, task, note)
 
     def _known(self, name: str) -> CompileOutcome | None:
         folder = self._folder / name
         tree = atomic.read_object(folder / OUTCOME)
-        if tree is None:  # or torn by a power cut, with files in doubt
+        if tree is None:  # or the folder was torn by a power cut, and its files are in doubt
             shutil.rmtree(folder, ignore_errors=True)
             return None
         return CompileOutcome(problem=tree["problem"], built=folder / CACHE, seconds=tree["seconds"])

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 CACHE = "cache"  # in the scratch folder, as a relative path: Triton stores paths, which must hold in the next folder
-CAPABILITY = (9, 0)  # without a GPU: that of an H100, which the stack rents
+CAPABILITY = (9, 0)  # without a GPU, that of an H100, which the stack rents
 PROCESSORS = 132  # the number of an H100; programs use it for grids, seldom for constants
 PRINTED = "output.txt"  # in the scratch folder: the candidate's output, and errors that LLVM prints
 FOREIGN = {"ptx_options", "ir_override", "extern_libs"}
@@ -92,7 +92,7 @@ def install(capability: int) -> str | None:
             entry: Any = scope["kernel_function"]
             problem = compile_launches(entry, [[{"dtype": "float32", "shape": [2], "stride": [1]}]])
             built = any(Path(folder).glob("*/*.cubin"))
-            return problem or (None if built else "a trial launch came to nothing")
+            return problem or (None if built else "a trial launch compiled nothing")
     except Exception as error:  # noqa: BLE001 - a compiler of another version or machine may lack anything
         return f"{type(error).__name__}: {str(error)[:200]}"
 
@@ -111,9 +111,9 @@ def refuse_foreign_code() -> None:
 
 
 def compile_launches(entry: Callable[..., Any], calls: Sequence[Sequence[Layout]], device: str = "cuda") -> str | None:
-    """Calls `entry` once for each of `calls`; returns why a launch does not compile, or None. Other errors prove
-    nothing here, because the inputs hold no numbers; a run on real inputs will tell. `device`: the device of the real
-    run, because a program may depend on it.
+    """Calls `entry` once for each of `calls`. Returns why a launch does not compile, or None. Other errors prove
+    nothing here, because the inputs hold no numbers; a run on real inputs will show them. `device`: the device of the
+    real run, because a program may depend on it.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -148,9 +148,7 @@ def _numberless(tensor: Tensor) -> list[Any]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Replaces FakeTensor.data_ptr: as wide and aligned as a GPU's addresses, because width and alignment decide what
-    is built.
-    """
+    """Replaces FakeTensor.data_ptr: width and alignment are a GPU's, because they decide what is built."""
     return ADDRESS + int(tensor.storage_offset()) * tensor.element_size()
 
 

@@ -15,7 +15,7 @@ from gpufleet.job.experiments.kernel.judge.catalog import TASKS, KernelTask
 
 LOW, HIGH, WEIGHT = 0.2, 0.8, 3.0
 CALLED = re.compile(r"torch\.(?:nn\.functional\.)?(\w+)")
-IN_CODE = re.compile(r"\.(\w+)|\b(\w+)\(")  # only as code: `where` is also an English word
+IN_CODE = re.compile(r"\.(\w+)|\b(\w+)\(")  # only as code, because `where` is also an English word
 
 
 def tasks_of(question: str) -> frozenset[str]:
@@ -40,8 +40,8 @@ def require_practice(pairs: Iterable[frozenset[str]], tried: Sequence[KernelTask
     names = {task.name for task in tried}
     if not any(names & tasks for tasks in pairs):
         raise ValueError(
-            f"{beginning} asks for one of the {len(tried)} tasks or names a function of theirs (docs/kernels.md), so "
-            "no pair can be drawn more often. Use other pairs, more of generate.tasks, or off."
+            f"{beginning} asks for one of the {len(tried)} tasks or names one of their functions (docs/kernels.md), so"
+            " no pair can be drawn more often. Use other pairs, more of generate.tasks, or off."
         )
 
 
@@ -51,7 +51,7 @@ def weights(tasks: Sequence[Collection[str]], pass_rates: Mapping[str, float]) -
 
 
 def order(weight: Sequence[float], *, seed: int, epoch: int, begun: int = 0) -> list[int]:
-    """Sample indices, drawn in proportion to their weights, with replacement, heavier ones first. There are as many
+    """Sample indices, drawn with replacement in proportion to their weights, heavier ones first. There are as many
     indices as weights, minus the `begun` samples that the epoch drew before the weights were known. A pure function of
     its arguments.
     """

@@ -42,7 +42,7 @@ WORDS = (
 )  # fmt: skip
 NO_GRADIENTS = ("torch.no_grad", "torch.inference_mode")
 WORDLESS = (ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.Load, ast.Store)
-BINDING = (ast.Call, ast.NamedExpr, ast.Lambda)  # expressions that could give the caller a type
+BINDING = (ast.Call, ast.NamedExpr, ast.Lambda)  # expressions that could give a type to the caller
 ANNOTATION = (ast.Name, ast.Attribute, ast.Constant, ast.Subscript, ast.Tuple, ast.BinOp, ast.BitOr, ast.Load)
 
 
@@ -58,11 +58,12 @@ class Expressions:
     def __init__(self) -> None:
         self.modules: dict[str, str] = {}  # name in the source -> module
         self.top: set[str] = set()  # names that the module defines
-        self.lists: set[str] = set()  # names of the module's lists and dicts, which can be changed: for decorators
+        # names of the module's lists and dicts, which can be changed: only decorators may use them
+        self.lists: set[str] = set()
         self.scopes: list[set[str]] = []  # names of functions, lambdas and comprehensions, the innermost last
         self.launched: set[str] = set()
         self.methods = METHODS  # methods allowed on objects that are not a module
-        # within a type check: torch.Tensor may stand there, which elsewhere could be called with numbers
+        # whether this is a type check: there torch.Tensor may stand, which elsewhere could be called with numbers
         self.asks = False
 
     def _statement(self, node: ast.stmt) -> None:
@@ -75,7 +76,7 @@ class Expressions:
         if not isinstance(node, STATEMENTS):
             raise Forbidden(node, f"{type(node).__name__} is not allowed")
         if isinstance(node, ast.Delete) and not all(isinstance(target, ast.Name) for target in node.targets):
-            raise Forbidden(node, "del, but of names")
+            raise Forbidden(node, "del, except of names")
         for name, value in ast.iter_fields(node):
             for part in value if isinstance(value, list) else [value]:
                 if name == "annotation":
@@ -88,7 +89,7 @@ class Expressions:
                     raise Forbidden(node, f"{type(part).__name__} is not allowed")
 
     def _inner(self, node: ast.FunctionDef) -> None:
-        """A function within another is made anew by each call, so nothing of it outlives the call."""
+        """Checks a function within another. Each call makes it anew, so nothing of it outlives the call."""
         if node.decorator_list or getattr(node, "type_params", None):
             raise Forbidden(node, "a decorator, or parameters that are types, within a function")
         if node.returns is not None:
@@ -99,7 +100,7 @@ class Expressions:
                 self._statement(statement)
 
     def _with_statement(self, node: ast.With) -> None:
-        """Allows only the choice of a GPU, or no gradients, because another stream would be possible as well."""
+        """Allows only the choice of a GPU, or no gradients: another kind of block could choose another stream."""
         for item in node.items:
             call = item.context_expr
             if self._without_gradients(call):
@@ -107,7 +108,7 @@ class Expressions:
                     raise Forbidden(node, f"a name for {ast.unparse(call)}")
                 continue
             if not isinstance(call, ast.Call) or self._full(call.func) != "torch.cuda.device" or item.optional_vars:
-                raise Forbidden(node, f"With is not allowed, but of torch.cuda.device, {' and '.join(NO_GRADIENTS)}")
+                raise Forbidden(node, f"With is allowed only for torch.cuda.device, {' and '.join(NO_GRADIENTS)}")
             for part in call_arguments(call):
                 self._expression(part)
         for statement in node.body:
@@ -150,7 +151,7 @@ class Expressions:
                 self.launched.add(node.value.id)  # the result is called at once, or by another name
             named = node.func if isinstance(node, ast.Call) and self._plain(node) else None
             if named is not None and self._full(named) == "triton.jit":  # a function that was checked as Python
-                raise Forbidden(node, "triton.jit, but as a decorator")
+                raise Forbidden(node, "triton.jit, except as a decorator")
             types = node.args[1:] if isinstance(node, ast.Call) and self._full(node.func) == "isinstance" else []
             for child in ast.iter_child_nodes(node):
                 if child in types:
@@ -171,7 +172,7 @@ class Expressions:
             return False
         odd = [keyword.arg or "**" for keyword in node.keywords if keyword.arg not in words]
         if odd or len(node.args) > most or any(isinstance(part, ast.Starred) for part in node.args):
-            raise Forbidden(node, f"{name} with {', '.join(odd) or 'more arguments by place than it may have'}")
+            raise Forbidden(node, f"{name} with {', '.join(odd) or 'more positional arguments than it may have'}")
         return True
 
     def _arguments(self, arguments: ast.arguments) -> None:
@@ -206,13 +207,13 @@ class Expressions:
         if any(node.id in scope for scope in self.scopes):
             return
         if node.id in self.lists:
-            raise Forbidden(node, f"{node.id} can be changed, and outlives a call: for decorators alone")
+            raise Forbidden(node, f"{node.id} can be changed, and outlives a call: only decorators may use it")
         if isinstance(node.ctx, ast.Store) or not (node.id in self.top or node.id in BUILTINS):
             raise Forbidden(node, f"the name {node.id}")
-        if self.modules.get(node.id) in MODULES:  # as the object of a method that is a word of Triton's language
+        if self.modules.get(node.id) in MODULES:  # also as the object of a method that is a word of Triton's language
             raise Forbidden(node, f"{node.id}, a module, as a value")
         if self.modules.get(node.id) in PLAIN_CALLS:
-            raise Forbidden(node, f"{node.id}, but to call it or as a decorator")
+            raise Forbidden(node, f"{node.id}, except in a call or as a decorator")
 
     def _attribute(self, node: ast.Attribute) -> None:
         if not isinstance(node.ctx, ast.Load):
@@ -221,7 +222,7 @@ class Expressions:
         if full in ASKED_OF_GPUS:
             return
         if full == "torch.Tensor" and not self.asks:
-            raise Forbidden(node, "torch.Tensor, but as a type: torch.empty makes tensors, and kernels fill them")
+            raise Forbidden(node, "torch.Tensor, except as a type: torch.empty makes tensors, and kernels fill them")
         if full is None or full.partition(".")[0] not in MODULES:
             if node.attr not in self.methods:
                 raise Forbidden(node, f".{node.attr}")

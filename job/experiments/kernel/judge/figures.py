@@ -26,8 +26,8 @@ def verify(
     check: Callable[[], None],
     say: Callable[[str], None],
 ) -> list[Verdict]:
-    """Returns a verdict on each of the `candidates`, in their order. If the ledger already has a verdict, that one is
-    used, and each new verdict is appended at once. `check` is called between candidates and may raise.
+    """A verdict on each of the `candidates`, in their order. If the ledger already has a verdict, that one is used;
+    each new verdict is appended at once. `check` is called between candidates and may raise.
     """
     known = {(v.candidate, v.source_sha256): v for v in ledger.read(Verdict.from_json) if v.row == FULL}
     keys = [(candidate.name, digest(candidate.source)) for candidate in candidates]
@@ -107,9 +107,7 @@ def _gained(row: dict[str, Any]) -> str:
 
 
 def _rates(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
-    """Pass rates per task, in the order of their names; empty if a task has fewer than the ten candidates that are
-    needed.
-    """
+    """Pass rates per task, in the order of names; empty if a task has fewer than the ten candidates needed."""
     rates: dict[str, list[float | None]] = {key: [] for key in RATES}
     for task in _by_task(verdicts):
         count, speeds = (len(task), sum(v.passed for v in task)), [v.speedup if v.passed else None for v in task]

@@ -16,8 +16,8 @@ from typing import Any
 
 from gpufleet.job.experiments.kernel.judge.wire import Closed, Late, receive
 
-START_S = 120.0  # to import torch and triton
-PASSED_ON = (  # environment variables to pass on: no credentials
+START_S = 120.0  # seconds to import torch and triton
+PASSED_ON = (  # environment variables that the process gets: no credentials
     "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "CUDA_HOME", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES",
 )  # fmt: skip
 

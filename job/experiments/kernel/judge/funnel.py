@@ -40,7 +40,7 @@ from gpufleet.job.experiments.kernel.judge.worker import (
 )
 from gpufleet.job.experiments.kernel.spec import Funnel as Limits
 
-UNCONTAINED = "this machine's kernel allows candidates no namespaces (docs/kernels.md#containment)"
+UNCONTAINED = "this machine's operating system does not allow namespaces for candidates (docs/kernels.md#containment)"
 
 
 class _ReferenceLost(Exception):
@@ -48,9 +48,7 @@ class _ReferenceLost(Exception):
 
 
 class Judge:
-    """Judges candidates, one by one or many at once. `gpus`: how many GPUs to use; with 0 candidates are interpreted on
-    the CPU.
-    """
+    """Judges candidates, one by one or many at once. `gpus`: how many to use; 0 interprets candidates on the CPU."""
 
     def __init__(self, limits: Limits, seed: int, workers: Workers, *, gpus: int = 0) -> None:
         self.limits, self.seed, self._workers, self._gpus = limits, seed, workers, gpus
@@ -66,9 +64,9 @@ class Judge:
             self._free.put(worker % max(1, gpus))
 
     def prove(self, say: Callable[[str], None]) -> None:
-        """Runs one kernel that is known to be right on each GPU, in a process like a candidate's, before any candidate.
-        If that fails twice, no candidate is to blame. Raises NoDeviceError, also if there are GPUs but the machine's
-        kernel cannot isolate processes; without GPUs that is only printed.
+        """Runs one kernel that is known to be correct on each GPU, in a process like a candidate's, before any
+        candidate. If that fails twice, no candidate is to blame. Raises NoDeviceError, also if there are GPUs but the
+        machine's kernel cannot isolate processes; without GPUs that is only printed.
         """
         gpus, failed, contained = range(len(self._idle)), list[str](), list[bool]()
         with ThreadPoolExecutor(len(gpus)) as pool:
@@ -78,11 +76,13 @@ class Judge:
                 if not failed:
                     break
         if failed:
-            raise NoDeviceError(f"a kernel that is right fails on this machine's {self._device}:{failed[0]}")
+            raise NoDeviceError(
+                f"a test kernel that is known to be correct fails on this machine's {self._device}:{failed[0]}"
+            )
         if not all(contained):
             if self._gpus:
                 raise NoDeviceError(f"{UNCONTAINED}; no candidate runs")
-            say(f"{UNCONTAINED}; candidates run behind the filter of system calls alone")
+            say(f"{UNCONTAINED}; only the filter of system calls isolates candidates")
 
     def _failure(self, gpu: int, contained: list[bool]) -> str | None:
         task = catalog.BY_NAME["relu"]
@@ -96,9 +96,9 @@ class Judge:
 
     def bound_s(self, count: int) -> float:
         """The longest time that the judge waits for `count` candidates, in seconds, without its own computations."""
-        reading = count * source_text.LONGEST_S  # by one thread at a time
-        # One process compiles, one runs stages 3 to 5; in the last its reference has as much time, and so has the
-        # repeated check among the trials.
+        reading = count * source_text.LONGEST_S  # one thread reads at a time
+        # One process compiles, another runs stages 3 to 5. In the last stage its reference has as much time, and so has
+        # the repeated check among the trials.
         waiting = 3 * GREET_S + (len(STAGES) + 1) * self.limits.candidate_s
         return reading + -(-count // self.parallel) * waiting
 
@@ -146,12 +146,10 @@ class Judge:
             self._close_idle()
 
     def verdict(self, candidate: Candidate) -> Verdict:
-        """The verdict on one candidate."""
         outcome = self._begun(candidate)
         return outcome if isinstance(outcome, Verdict) else self._ended(outcome)
 
     def _begun(self, candidate: Candidate) -> Course | Verdict:
-        """Does stages 1 and 2."""
         course = Course(candidate, digest(candidate.source))
         try:
             with course.timed_stage("rules"):
@@ -172,7 +170,6 @@ class Judge:
         return course
 
     def _ended(self, course: Course) -> Verdict:
-        """Does stages 3 to 5."""
         gpu = self._free.get()
         try:
             self._judge(course, gpu)
@@ -199,7 +196,7 @@ class Judge:
         with course.timed_stage("full"):
             ask = timing.bound(process, self.limits.candidate_s)
             self._check(task, ask, [*(f"random-{number}" for number in range(self.limits.inputs)), *tasks.ADVERSARIAL])
-            # A program that waits for signs of a timed call would otherwise never be caught.
+            # Otherwise a program that waits for signs of a timed call would never be caught.
             self._check(task, ask, ["timing"], as_timed=True)
         with course.timed_stage("timing"):
             try:
@@ -252,9 +249,7 @@ class Judge:
 
     @contextmanager
     def _reference(self, gpu: int) -> Iterator[Process]:
-        """A process for references. This process is trusted, so the next candidate may use it too, unless the process
-        is lost.
-        """
+        """A process for references. It is trusted, so the next candidate may use it too, unless it is lost."""
         try:
             process = self._idle[gpu].get_nowait()
         except Empty:
@@ -300,5 +295,4 @@ def _fallen(course: Course, error: Rejected | Lost) -> Verdict:
 
 
 def digest(source: str) -> str:
-    """The hash of a source."""
     return hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 # Operators with a constexpr to the left of a tensor. The compiler asks the tensor; the interpreter would make a
-# constexpr of it.
+# constexpr of the result.
 OPERATORS = (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift", "lt", "le", "gt", "ge",
     "eq", "ne",
@@ -83,9 +83,7 @@ class _Logic(ast.NodeTransformer):
 
 
 def _with_logic(rewriter: Any, own: Callable[..., ast.Module], source: str) -> ast.Module:
-    """Replaces FunctionRewriter._transform_ast: for blocks the compiler evaluates each element, Python only gives the
-    last operand.
-    """
+    """Replaces FunctionRewriter._transform_ast: for blocks the compiler evaluates each element, unlike Python."""
     tree: ast.Module = _Logic().visit(own(rewriter, source))
     return ast.fix_missing_locations(tree)
 

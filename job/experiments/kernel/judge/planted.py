@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from gpufleet.job.experiments.kernel.judge.catalog import ENTRY, TASKS, KernelTask
 
 Kind = Literal["correct", "syntax-error", "wrong-result", "writes-nothing", "small-shapes-only"]
-STOPS_AT: dict[str, int] = {  # stage of the funnel; 6: none
+STOPS_AT: dict[str, int] = {  # the stage of the funnel at which each kind stops; 6 means none
     "syntax-error": 1,
     "wrong-result": 3,
     "writes-nothing": 3,
@@ -57,9 +57,7 @@ def source(task: KernelTask, *, block: int = 1024, kind: Kind = "correct", body:
 
 
 def candidates(count: int) -> list[Candidate]:
-    """The first `count` of all combinations of tasks, kinds and two block sizes, with tasks varying slowest; there are
-    200.
-    """
+    """The first `count` of the 200 combinations of tasks, kinds and two block sizes; tasks vary slowest."""
     made = [
         Candidate(
             name=f"planted-{task.name}-{kind}-{block}",

@@ -89,9 +89,7 @@ class _Module(Expressions):
             raise Forbidden(tree, "no kernel is launched")
 
     def _name_at_top(self, node: ast.AST, name: str) -> None:
-        """Raises unless the name is new, and none of Python's names, whose meaning it would have before its
-        definition.
-        """
+        """Raises unless the name is new and none of Python's, whose meaning it would have before its definition."""
         self._new(node, name)
         if name in PYTHONS or name in self.top:
             raise Forbidden(node, f"{name} is given another meaning")

@@ -70,7 +70,8 @@ def fork(*, cuda: bool = False) -> tuple[int, bool]:
     if number is None:
         return os.fork(), False
     reader, tells = os.pipe()
-    ctypes.pythonapi.PyOS_BeforeFork()  # as os.fork does around its own call; without, the child dies from 3.13 on
+    # os.fork does the same around its own call; otherwise the child dies from Python 3.13 on
+    ctypes.pythonapi.PyOS_BeforeFork()
     pid = _with_gil.syscall(number, (WITH_PROCESSES if cuda else NAMESPACES) | signal.SIGCHLD, 0, 0, 0, 0)
     if pid == 0:
         ctypes.pythonapi.PyOS_AfterFork_Child()
@@ -95,7 +96,7 @@ def _name_user(pid: int) -> bool:
     """
     for user, group in [(NOBODY, NOBODY)] * (os.geteuid() == 0) + [(os.geteuid(), os.getegid())]:
         with suppress(OSError):  # root may not be allowed to change to another user
-            with suppress(OSError):  # written already
+            with suppress(OSError):  # the file may be written already
                 Path(f"/proc/{pid}/setgroups").write_text("deny")
             Path(f"/proc/{pid}/gid_map").write_text(f"{INSIDE} {group} 1")
             Path(f"/proc/{pid}/uid_map").write_text(f"{INSIDE} {user} 1")
@@ -113,7 +114,7 @@ def give(scratch: Path, user: int = NOBODY) -> None:
 
 def enter() -> bool:
     """Moves a process that was not forked here, and uses a GPU, into the namespaces. A child of this process continues
-    in the namespaces; the process itself holds nothing, ends with the child, and ends what the child leaves.
+    in the namespaces; the process itself holds nothing, ends with the child, and ends whatever the child leaves.
     """
     adopt_orphans()
     child, namespaces = fork(cuda=True)
@@ -127,9 +128,7 @@ def enter() -> bool:
 
 
 def end_children() -> None:
-    """Ends all descendants of a process that adopts orphans: when a child ends, the child's own children become
-    children of this process.
-    """
+    """Ends all descendants of a process that adopts orphans: a child that ends leaves it the child's children."""
     me = os.getpid()
     with suppress(ChildProcessError):
         while True:
@@ -198,14 +197,14 @@ def _change_root(scratch: Path, *, cuda: bool) -> bool:
     _change_user()
     _mount_memory(NEW_ROOT)
     for path, tree in trees.items():
-        if not _new(path).exists():  # otherwise the path lies below an earlier one
+        if not _new(path).exists():  # otherwise the path is below an earlier one
             _place(tree, _new(path))
         os.close(tree)
     for path in named:
-        if not os.path.lexists(_new(path)):  # a link, or behind a link
+        if not os.path.lexists(_new(path)):  # the path is a link, or behind a link
             _new(path).parent.mkdir(parents=True, exist_ok=True)
             _new(path).symlink_to(path.resolve())
-    if _new(PACKAGE).exists():  # the package is installed among the libraries
+    if _new(PACKAGE).exists():  # true if gpufleet is installed among the libraries: an empty folder then hides it
         _mount_memory(_new(PACKAGE))
     if cuda:
         _new(SHARED).mkdir()
@@ -226,7 +225,7 @@ def _change_root(scratch: Path, *, cuda: bool) -> bool:
 def _change_user() -> None:
     os.setresgid(INSIDE, INSIDE, INSIDE)
     os.setresuid(INSIDE, INSIDE, INSIDE)
-    _libc.prctl(SET_DUMPABLE, 1, 0, 0, 0)  # otherwise the process's own entries in /proc would be another user's
+    _libc.prctl(SET_DUMPABLE, 1, 0, 0, 0)  # otherwise the process's own entries in /proc would belong to another user
 
 
 def _new(path: Path) -> Path:

@@ -1,6 +1,4 @@
-"""Checks a candidate's text: the judged text must be the one that runs, though Python and Triton each read it in their
-own way.
-"""
+"""Checks that the judged text of a candidate is the text that runs: Python and Triton each read it in their own way."""
 
 from __future__ import annotations
 
@@ -19,15 +17,15 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\ufeff\ud800-\udfff]")
 
 
 def unreadable(source: str) -> str | None:
-    """Why Python, which reads the text from a file, could read another text, or why the text is too long; None without
-    such a reason. Every source passes this check before a process gets it, whatever else is skipped.
+    """Why Python, which reads the text from a file, could read another text, or why the text is too long; None if
+    neither is so. Every source passes this check before a process gets it, whatever else is skipped.
     """
     if len(source) > MOST_CHARACTERS:
         return f"longer than {MOST_CHARACTERS:,} characters"
     if (match := CONTROL.search(source.replace("\r\n", "\n"))) is not None:
         return f"the character U+{ord(match.group()):04X}"
     if COOKIE.search("\n".join(source.split("\n", 2)[:2])):
-        return "it declares a coding; it is UTF-8"
+        return "it declares an encoding, but must be UTF-8"
     return None
 
 
@@ -37,7 +35,7 @@ def lines(source: str) -> list[str]:
 
 
 def misread(function: ast.FunctionDef, lines: list[str]) -> str | None:
-    """Why Triton would read another function instead of this one; None if Triton reads the right one. Triton reads a
+    """Why Triton would read another function instead of this one; None if it reads the right one. Triton reads a
     kernel's lines again: when it compiles, from the first line that begins with "def"; when it interprets, from the
     last such line.
     """

@@ -11,7 +11,7 @@ from gpufleet.job.experiments.student import Z95, t95
 
 DRAWS = 2000
 LEVEL = 0.95
-SAME = 1e-9  # shares this close are equal up to rounding
+SAME = 1e-9  # shares that differ by less are equal up to rounding
 
 
 def pass_at_k(counts: Sequence[tuple[int, int]], k: int) -> float | None:

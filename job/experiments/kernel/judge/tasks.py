@@ -17,7 +17,7 @@ from torch import Tensor
 from gpufleet.job.experiments.kernel.judge import wire
 from gpufleet.job.experiments.kernel.judge.catalog import KernelTask
 
-Ranges = tuple[tuple[int, int, int], ...]  # for each dimension: lowest, highest, step
+Ranges = tuple[tuple[int, int, int], ...]  # lowest, highest and step of each dimension
 # On a CPU kernels are interpreted, at milliseconds per program, so the inputs have just more than one block of 1024,
 # and once 20 blocks. On a GPU the inputs are larger than its caches, and multiples of 16 elements, on which the speed
 # of memory depends. `spread` is a whole number of blocks of up to 8192, for which programs often have a branch;
@@ -48,8 +48,8 @@ SPREADS = ((1e-6, 0.1), (0.1, 1e3), (1e3, 1e18))
 HUGE = 1e18, 1e37  # magnitudes in float32 at which neither the result nor a term of the result is infinite
 SPECIAL = (float("inf"), float("-inf"), float("nan"), 0.0, -0.0)
 ADVERSARIAL = ("zeros", "large", "spread", "special", "non-contiguous", "second-shape", "many-blocks", "four", "one")
-# All layouts that differ, except "one": Triton treats a size of 1 as a constant, and that would take a third of the
-# compilations.
+# All layouts that differ, except "one": Triton treats a size of 1 as a constant, and that layout would take a third of
+# the compilations.
 LAYOUTS = ("tiny", "random-0", "spread", "non-contiguous", "second-shape", "many-blocks", "four")
 # The error allowed per element of the reference's result. Absolute: ten units in the last place of 1, which exp often
 # returns. Relative: for float32 ten times the error of a fast exp at -80, an ulp (1.2e-7) per unit of the exponent; for
@@ -57,10 +57,11 @@ LAYOUTS = ("tiny", "random-0", "spread", "non-contiguous", "second-shape", "many
 # rounded once.
 ABSOLUTE = 1e-6
 RELATIVE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-# If terms cancel, as in x + 0.3 (y - x), rounding is in proportion to the terms, not to the result: allow the result's
-# change when each input moves by this many units in its last place, as a float32.
+# If terms cancel, as in x + 0.3 (y - x), rounding is in proportion to the terms, not to the result. So a result may
+# also change as much as when each input moves by this many units in its last place, as a float32.
 ROUNDINGS = 4
-CASES_BYTES = 8 << 30  # memory for inputs kept between candidates: a task's take 0.4 (float16) to 2.5 GB on a GPU
+# memory for inputs that are kept between candidates: a task's inputs take 0.4 (float16) to 2.5 GB on a GPU
+CASES_BYTES = 8 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,9 +107,7 @@ def case(task: KernelTask, seed: int, name: str, device: str = "cpu") -> Case:
 
 
 class Cases:
-    """The inputs of a task, which no candidate changes. Each case is drawn once, and the last used cases are kept, up
-    to CASES_BYTES.
-    """
+    """The inputs of a task, which no candidate changes. Each case is drawn once; the last CASES_BYTES are kept."""
 
     def __init__(self, seed: int, device: str) -> None:
         self._seed, self._device = seed, device

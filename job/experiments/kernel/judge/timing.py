@@ -41,8 +41,8 @@ from gpufleet.job.experiments.kernel.judge.worker import Process
 
 WARM_UP, REPEAT, TRIES, FRESH = 2, 0.05, 3, 3
 LISTED, LOOKED_AT = 5, 3  # calls among the trials: a cheat in half of the calls passes all of these in one of 256 cases
-EMPTIES = 20  # at most
-LEAST = 3  # trials of the slowest
+EMPTIES = 20  # most empty launches
+LEAST = 3  # trials of the slowest programs
 # The quickest trial by the judge's clock may take LIE times the slowest reported one, plus LIE_S seconds.
 LIE, LIE_S = 2.0, 1e-3
 SHORTEST_S = 1e-9
@@ -64,9 +64,7 @@ class Trials:
 
     @property
     def incredible(self) -> bool:
-        """Whether the process lies: a busy machine delays only some trials on their way to the judge, a lie shortens
-        all of them.
-        """
+        """Whether the process lies: a busy machine delays only some trials, a lie shortens all of them."""
         return self.quickest > LIE * self.slowest + LIE_S
 
     @property
@@ -76,8 +74,8 @@ class Trials:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """With `speedup` None the speed-up is unknown, for the reason in `why`. `suspicious`: the program seemed so fast
-    that it was run again.
+    """The result of the timing. With `speedup` None the speed-up is unknown, for the reason in `why`. `suspicious`: the
+    program seemed so fast that it was run again.
     """
 
     speedup: float | None
@@ -214,7 +212,9 @@ def calibrated(
             break
     if lies:
         claimed, seen = kernel.slowest * 1e3, kernel.quickest * 1e3
-        raise Rejected(f"it says at most {claimed:.3f} ms per call, the judge's clock at least {seen:.3f} ms")
+        raise Rejected(
+            f"it reports at most {claimed:.3f} ms per call, but the judge's clock shows at least {seen:.3f} ms"
+        )
     speedup = (before.median + after.median) / 2 / kernel.median
     took, flagged = kernel.judged, speedup > suspicious
     if flagged:
@@ -263,12 +263,12 @@ def check(task: KernelTask, case: Case, reply: dict[str, Any], blobs: list[wire.
     if "error" in reply:
         raise Rejected(f"{case.name}: {reply['error'][:300]}")
     if "shape" not in reply or "dtype" not in reply or len(blobs) != 1:
-        raise Rejected(f"{case.name}: gives {reply.get('type', 'nothing')[:40]}, not a tensor")
+        raise Rejected(f"{case.name}: returns {reply.get('type', 'nothing')[:40]}, not a tensor")
     problem = tasks.difference(task, case, tuple(reply["shape"]), reply["dtype"], blobs[0])
     if problem is not None:
         raise Rejected(problem[:300])
     if reply.get("alias", True) or reply.get("changed", True):
-        raise Rejected(f"{case.name}: gives its input back, or changes it")
+        raise Rejected(f"{case.name}: returns its input, or changes it")
     if ops and (bad := rules.forbidden_ops(reply.get("ops", ["?"]))):
         raise Rejected(f"{case.name}: computes with torch: {', '.join(bad)[:200]}")
 
@@ -289,7 +289,7 @@ def give(ask: Ask, case: Case) -> None:
 def _seconds(reply: dict[str, Any]) -> float:
     """The reported seconds; raises Rejected if there are none."""
     if "seconds" not in reply:
-        raise Rejected(reply.get("error", "it does not say how long a call takes")[:300])
+        raise Rejected(reply.get("error", "it does not report how long a call takes")[:300])
     return max(SHORTEST_S, float(reply["seconds"]))
 
 

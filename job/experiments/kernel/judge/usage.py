@@ -52,7 +52,7 @@ def folder_bytes(folder: Path, most: int) -> int:
                     if len(seen) > MOST_ENTRIES:
                         return most + 1
         except (FileNotFoundError, NotADirectoryError):
-            pass  # the file is gone by now
+            pass  # the file was removed meanwhile
         except OSError:
             return most + 1
     return used

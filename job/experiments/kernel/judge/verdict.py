@@ -38,7 +38,7 @@ class Verdict:
     reason: str
     seconds: dict[str, float]
     cpu_s: float  # CPU seconds of the candidate's and of the reference's process
-    isolated: bool | None  # whether namespaces were allowed; None: no process was needed
+    isolated: bool | None  # whether namespaces were allowed; None if no process was needed
     speedup: float | None = None
     suspicious: bool = False
     kernel_s: tuple[float, float, float] | None = None  # quartiles
@@ -50,7 +50,7 @@ class Verdict:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Verdict:
-        """Reads the object; raises DoubtError if the object is no verdict."""
+        """Reads the object; raises DoubtError if it is not a verdict."""
         fields, quartiles = Fields(tree), reading.listed(reading.number)
         kernel_s, reference_s = (fields.take(key, quartiles, None) for key in ("kernel_s", "reference_s"))
         if any(pair is not None and len(pair) != 3 for pair in (kernel_s, reference_s)):

@@ -19,12 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from gpufleet.job.experiments.kernel.judge.vocabulary import METHODS, OF_BLOCKS
 
-# make a tensor without another one
+# functions that make a tensor without another one
 FROM_NUMBERS = {"empty", "empty_strided", "empty_permuted", "zeros", "full", "device"}
 WITH_TENSORS = {"to", "view_as", "expand_as", "broadcast_tensors", "new_tensor", "copy_", "set_", "result_type"}
 WIDTH = 4096  # elements
-# The value of each byte of a fence. Two values: a program that writes one element too many has read this element too,
-# and relu(2e8) is 2e8.
+# The value of each byte of a fence. There are two values, because a program that writes one element too many has also
+# read this element, and relu(2e8) is 2e8.
 GIVEN, MADE = 0x4D, 0xC4
 # Methods of a tensor that Python's syntax and functions call: for an operator, a number or a text.
 BINARY = "add and div floordiv lshift matmul mod mul or pow rshift sub truediv xor"
@@ -66,9 +66,7 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 
 class Fences:
-    """Guard bytes on both sides of memory that a call may write; nothing may write to guard bytes, which hold
-    `sign`.
-    """
+    """Guard bytes on both sides of memory that a call may write; they hold `sign`, and nothing may write to them."""
 
     def __init__(self, sign: int) -> None:
         self._sign = sign

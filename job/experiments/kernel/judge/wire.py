@@ -25,10 +25,10 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 Blob = bytes | bytearray
 Message = tuple[dict[str, Any], list[Blob]]  # head and raw bytes
 HEAD_BYTES = 1 << 20
-WATCH_S = 0.05  # between two looks while waiting
-LEAST_S = 1e-3  # the shortest wait; 0 would be for ever
-PIECE_BYTES = 1 << 22  # sent at once: the limit is checked in between
-MOST_S = 1e9  # the largest time that makes sense
+WATCH_S = 0.05  # seconds between two looks while waiting
+LEAST_S = 1e-3  # the shortest wait in seconds; 0 would mean for ever
+PIECE_BYTES = 1 << 22  # bytes sent at once: the limit is checked in between
+MOST_S = 1e9  # the longest time in seconds that makes sense
 _LENGTH = struct.Struct("!I")
 _TIME = struct.Struct("@ll")  # timeval
 
@@ -76,7 +76,7 @@ PARTS: dict[str, Callable[[Any], Any]] = {
 
 
 class Closed(Exception):
-    """The other side is gone, or sends something else."""
+    """The other side has ended, or sends something else."""
 
 
 class Late(Exception):
@@ -122,21 +122,21 @@ def receive(
             raise TypeError
         sizes = _sizes(head.pop("blobs", None))
     except (ValueError, TypeError, RecursionError) as error:
-        raise Closed("no message of ours") from error
+        raise Closed("not a message of the judge's protocol") from error
     if sum(sizes) > most_bytes:
-        raise Closed(f"{sum(sizes)} bytes, at most {most_bytes} were asked for")
+        raise Closed(f"{sum(sizes)} bytes, but at most {most_bytes} were asked for")
     return head, [_exactly(source, size, look) for size in sizes]
 
 
 def reply(head: dict[str, Any]) -> dict[str, Any]:
-    """The parts that a process may answer: the parts in PARTS, each with its type there. Raises Closed."""
+    """The parts that a process may answer: those in PARTS, each with its type there. Raises Closed."""
     parts = {}
     for name, part in head.items():
         if (typed := PARTS.get(name)) is not None:
             try:
                 parts[name] = typed(part)
             except TypeError:
-                raise Closed(f"no message of ours: {name} is none") from None
+                raise Closed(f"not a message of the judge's protocol: {name}") from None
     return parts
 
 

@@ -1,5 +1,5 @@
-"""The judge's side of a candidate's process: starts the process, asks it within limits, watches it, and ends it with
-its descendants.
+"""The judge's side of a candidate's process: starts it, asks it within limits, watches it, ends it with its
+children.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from gpufleet.job.experiments.kernel.judge import sandbox, usage, wire
 from gpufleet.job.experiments.kernel.judge.compiler import CACHE, CAPABILITY
 from gpufleet.job.experiments.kernel.judge.forkserver import ForkServer, kill_all, offspring, python
 
-GREET_S = 120.0  # for a process to be ready: a spawned one imports everything
-COMPILING_S = 1.0  # between two looks at a compiling process: many cores run many at once
-SCRATCH_BYTES = 1 << 28  # in the process's folder; a compiled kernel takes about 50 kB
+GREET_S = 120.0  # seconds for a process to be ready: a spawned one imports everything
+COMPILING_S = 1.0  # seconds between two looks at a compiling process: many cores run many at once
+SCRATCH_BYTES = 1 << 28  # bytes in the process's folder; a compiled kernel takes about 50 kB
 
 
 class Lost(Exception):
@@ -80,7 +80,6 @@ class Workers:
 
     @property
     def device(self) -> str:
-        """The device of candidates."""
         return "cuda" if self._gpus else "cpu"
 
     @property
@@ -91,7 +90,6 @@ class Workers:
 
     @property
     def triton(self) -> str:
-        """The compiler's version."""
         return str(self._compiling.said["triton"])
 
     def give_up(self) -> None:
@@ -151,8 +149,6 @@ class Workers:
 
 
 class Process:
-    """One candidate's process."""
-
     def __init__(
         self,
         pid: int,
@@ -174,7 +170,7 @@ class Process:
             self.isolated = bool(head.get("isolated"))
         except Lost as error:
             self.close()
-            raise NotBegun(f"before it had got a source: {error}") from None
+            raise NotBegun(f"before it received a source: {error}") from None
         except BaseException:
             self.close()
             raise
@@ -189,10 +185,10 @@ class Process:
         self, head: dict[str, Any], blobs: Sequence[wire.Blob] = (), *, limit_s: float, most_bytes: int = 0
     ) -> wire.Message:
         """Asks one question and returns its answer. Raises Lost with the reason."""
-        if head["do"] != "trial":  # a trial's time counts
+        if head["do"] != "trial":  # the time of a trial counts
             self._watch()
         until = time.monotonic() + limit_s
-        # the process may have sent a message before it ended; in a moment that would be late
+        # the process may have sent a message before it ended; in a moment that message would be too late
         with suppress(wire.Closed, wire.Late):
             wire.send(self._dialogue, head, blobs, until=until)
         return self._receive(until, limit_s, most_bytes)

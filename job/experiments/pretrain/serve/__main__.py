@@ -1,6 +1,6 @@
 """`python -m gpufleet.job.experiments.pretrain.serve DIR --port 8000`: serves DIR's model, a run's final/, over HTTP.
 
-The server listens on this machine alone unless --host says otherwise, because there is no password. SIGTERM and Ctrl-C
+Unless --host says otherwise, only this machine can reach the server, because there is no password. SIGTERM and Ctrl-C
 end the server.
 """
 
@@ -20,10 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", metavar="DIR", type=Path, help="model.safetensors and meta.json, a run's final/")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 opens it to the network (default: %(default)s)")
-    parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
+    parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     args = parser.parse_args(argv)
-    if not args.host:  # an unset variable; to a socket an empty text would mean every address
-        parser.error("--host is empty; 127.0.0.1 serves this machine alone, 0.0.0.0 the network too")
+    if not args.host:  # the variable may be unset; to a socket an empty text would mean every address
+        parser.error("--host is empty; 127.0.0.1 serves only this machine, 0.0.0.0 also the network")
     try:
         import torch  # takes seconds: not for --help, and Ctrl-C works meanwhile
 
@@ -59,8 +59,8 @@ def refusal(host: str, port: int, error: OSError | OverflowError) -> str:
     why = error.strerror or str(error)
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return (
-            f"--host {host}: no IPv4 address of this machine ({why}); 127.0.0.1 serves this machine alone, 0.0.0.0 the "
-            "network too"
+            f"--host {host}: no IPv4 address of this machine ({why}); 127.0.0.1 serves only this machine, 0.0.0.0 also"
+            " the network"
         )
     if error.errno == errno.EADDRINUSE:
         return f"--port {port} on {host} is in use; --port 0 takes a free one"

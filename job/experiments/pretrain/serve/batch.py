@@ -1,7 +1,7 @@
 """Writes several texts at once: one thread runs the model, and each step reads every weight once for all of them.
 
-A text comes in and goes out between two steps (continuous batching). A step always has ROWS rows, so that a text is the
-same whoever else is served.
+A text enters and leaves between two steps (continuous batching). A step always has ROWS rows, so that a text does not
+depend on the others.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class _Writing:
 
     text: Text
     made: SimpleQueue[int | Exception | None] = field(default_factory=SimpleQueue)  # None: the text is whole
-    left: bool = False  # by its reader
+    left: bool = False  # whether its reader has left
 
 
 class TextWriter:
     """Writes texts in the rows of one model. Its thread lives while a text is written."""
 
     def __init__(self, module: CharGpt, window: int) -> None:
-        """Takes memory for ROWS texts of `window` positions: 1 MB a position in fp32 at full size."""
+        """Takes memory for ROWS texts of `window` positions: 1 MB per position in fp32 at full size."""
         self._module, self._cache = module, CharRows(module, ROWS, window)
         self._lock = threading.Lock()
         self._waiting: list[_Writing] = []
@@ -80,9 +80,7 @@ class TextWriter:
             return self._runs
 
     def _step(self) -> None:
-        """Writes one character of each text. Texts that begin, or begin again, are computed one by one, the others
-        together.
-        """
+        """Writes one character of each text. Texts that begin (again) are computed one by one, the others together."""
         together = []
         for number, writing in enumerate(self._rows):
             if writing is None:
@@ -93,7 +91,7 @@ class TextWriter:
                 cache = self._cache.row(number)
                 writing.made.put(writing.text.take(self._read([writing.text.new], cache)[0]))
         if together:
-            # This also writes to rows without a text, behind the positions that count.
+            # This also writes to rows without a text, after the positions that count.
             self._cache.place([writing.text.length if writing else 0 for writing in self._rows])
             tokens = [writing.text.new[-1:] if writing else [0] for writing in self._rows]
             logits_BV = self._read(tokens, self._cache)
@@ -101,7 +99,7 @@ class TextWriter:
                 writing.made.put(writing.text.take(logits_BV[number]))
 
     def _read(self, tokens: list[list[int]], cache: Kept) -> Tensor:
-        """The logits behind the last of each row's tokens, fp32 on the CPU."""
+        """The logits after the last of each row's tokens, fp32 on the CPU."""
         device = self._module.embed.weight.device
         logits: Tensor = self._module(torch.tensor(tokens, device=device), cache=cache).logits
         return logits[:, -1].float().cpu()

@@ -47,7 +47,6 @@ class Served:
         return (SYMBOLS[i] for i in self.writer.write(text))
 
     def info(self) -> dict[str, Any]:
-        """The answer to `GET /info`."""
         shape = self.module.model
         return {
             "model": self.name,
@@ -71,8 +70,8 @@ def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
     meta = atomic.read_object(folder / META)
     if meta is None or not (folder / WEIGHTS).is_file():
         raise ValueError(
-            f"{folder}: no exported model: {META} and {WEIGHTS} are needed, as a run's final/ holds them "
-            "(gpufleet results STACK brings it here)"
+            f"{folder}: no exported model: {META} and {WEIGHTS} are needed, as in a run's final/"
+            " (gpufleet results STACK downloads it)"
         )
     if meta.get("experiment") != EXPERIMENT:
         raise ValueError(
@@ -84,7 +83,8 @@ def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
         sequence, entry = int(meta["sequence"]), meta["files"][0]
         if (size := (folder / WEIGHTS).stat().st_size) != int(entry["bytes"]):
             raise ValueError(f"{WEIGHTS} is {size} bytes, {META} says {entry['bytes']}: copy it again")
-        if atomic.sha256(folder / WEIGHTS) != entry["sha256"]:  # reads the bytes mapped below, about 1 s per GiB
+        # reads the bytes that are mapped below, about 1 s per GiB
+        if atomic.sha256(folder / WEIGHTS) != entry["sha256"]:
             raise ValueError(f"{WEIGHTS} is damaged: its sha256 is not the one in {META}; copy it again")
         with torch.device("meta"):
             module = CharGpt(shape)
@@ -97,10 +97,10 @@ def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
     try:
         if torch.device(device).type == "cuda":  # each character reads every weight
             module.compute_dtype = torch.bfloat16
-        module.to(device, module.compute_dtype)  # the device meta takes weights and computes nothing
+        module.to(device, module.compute_dtype)  # the device meta takes weights but computes nothing
         module(torch.zeros(1, 1, dtype=torch.int64, device=device)).logits.cpu()
         writer = TextWriter(module, sequence)
-    # no such device, driver or memory; not built in; an unsupported dtype
+    # no such device, driver or memory; not built in; or an unsupported dtype
     except (RuntimeError, AssertionError, ImportError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ValueError(f"{folder}: cannot be put on device {str(device)!r} ({reason}); try --device cpu") from error

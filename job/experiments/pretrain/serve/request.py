@@ -41,7 +41,7 @@ def parse(body: bytes, *, longest: int) -> GenerateRequest:
     except (ValueError, RecursionError) as error:
         raise Refused(400, f'the body is not JSON ({error}); send an object like {{"prompt": "123+456"}}') from None
     if not isinstance(tree, dict):
-        raise Refused(400, f"the body is a JSON {_kind(tree)}, an object with a prompt is needed")
+        raise Refused(400, f"the body is a JSON {_kind(tree)}, but an object with a prompt is needed")
     checks: dict[str, Callable[[Any], str | None]] = {
         "prompt": lambda v: _prompt(v, longest),
         "max_tokens": lambda v: _integer(v, 1, MAX_TOKENS),

@@ -1,9 +1,9 @@
 """The HTTP server: GET /health, GET /info, POST /generate. Answers and errors are JSON; streams are server-sent events.
 
-It is Starlette on uvicorn, with the limits that those two lack: at most `CONNECTIONS` are open and `AT_ONCE` of these
-generate, other requests get 503; a request that is not whole `PATIENCE_S` after the connection or the answer before is
-dropped, and so is a client that reads nothing for as long; when all places are taken, a new client replaces the slow
-client that waited longest; non-HTTP input gets a JSON error too.
+It is Starlette on uvicorn, with the limits that those two lack. At most `CONNECTIONS` are open and `AT_ONCE` of these
+generate; other requests get 503. A request that is not whole `PATIENCE_S` after the connection or the previous answer
+is dropped, and so is a client that reads nothing for as long. When all places are taken, a new client replaces the slow
+client that has waited longest. Non-HTTP input gets a JSON error too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ AT_ONCE = ROWS
 CONNECTIONS = 64
 BACKLOG = 128  # connections that wait to be accepted; further clients get a reset instead of an answer
 PATIENCE_S = 30.0
-CLOSING_S = 8.0  # for all running generations; a large model may take longer for a long prompt on a CPU
+CLOSING_S = 8.0  # seconds for all running generations; a large model may take longer for a long prompt on a CPU
 BODY_BYTES = 64 * 1024  # the longest prompt is a few thousand characters
 ROUTES = {"/health": "GET", "/info": "GET", "/generate": "POST"}
 
@@ -52,7 +52,8 @@ class Server(uvicorn.Server):
     def __init__(self, address: tuple[str, int], served: Served) -> None:
         self.served = served
         self.under_way = 0  # running generations
-        self.listening = socket.socket(proto=socket.IPPROTO_TCP)  # or asyncio leaves Nagle on: 45 ms a request, not 0.5
+        # otherwise asyncio leaves Nagle on: 45 ms per request, not 0.5
+        self.listening = socket.socket(proto=socket.IPPROTO_TCP)
         try:
             self.listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.listening.bind(address)
@@ -71,7 +72,7 @@ class Server(uvicorn.Server):
                 log_level="critical",  # a client's mistakes are not logged; `_failed` prints ours
                 server_header=False,
                 proxy_headers=False,
-                timeout_keep_alive=int(PATIENCE_S) + 1,  # Connection counts for itself
+                timeout_keep_alive=int(PATIENCE_S) + 1,  # Connection keeps this time itself
                 timeout_graceful_shutdown=int(CLOSING_S),
             )
         )
@@ -112,7 +113,7 @@ class Connection(H11Protocol):
                 if isinstance(connection, Connection) and connection is not self
             )
             slow = [(connection.late.when(), connection) for connection in others if connection.late]
-            if slow:  # a slow client must keep nobody out
+            if slow:  # a slow client must not keep others out
                 min(slow, key=itemgetter(0))[1]._drop()
             else:
                 self._refuse(503, f"{CONNECTIONS} connections are open already; try again in a moment")
@@ -128,7 +129,8 @@ class Connection(H11Protocol):
             if len(self.conn.trailing_data[0]) > BODY_BYTES:
                 self.transport.abort()
             else:
-                self.flow.resume_reading()  # uvicorn pauses at a request sent ahead, and would not see the client leave
+                # uvicorn pauses at a request sent ahead, and would not see that the client leaves
+                self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         self._drop_in(PATIENCE_S)
@@ -144,10 +146,10 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         if self._answering():
-            return  # input after a request that is answered, and ends the connection
+            return  # the input follows an answered request, and ends the connection
         error = sys.exception()  # uvicorn calls this where it catches the error
         status = error.error_status_hint if isinstance(error, h11.ProtocolError) else 400
-        self._refuse(status, f"no HTTP request ({error})")
+        self._refuse(status, f"not an HTTP request ({error})")
 
     def _refuse(self, status: int, sentence: str) -> None:
         """Answers errors outside of the routes, and closes the connection."""
@@ -213,7 +215,7 @@ async def _body(request: Request) -> bytes:
     async for part in request.stream():
         body += part
         if len(body) > BODY_BYTES:
-            raise Refused(413, f"the body is too long; at most {BODY_BYTES} bytes are taken")
+            raise Refused(413, f"the body is too long; at most {BODY_BYTES} bytes are allowed")
     return body
 
 
@@ -223,7 +225,7 @@ async def _follow(server: Server, asked: GenerateRequest) -> AsyncIterator[str]:
     while True:
         try:
             character = await anext(characters, None)
-        except Exception as error:  # any error ends this generation and not the server
+        except Exception as error:  # any error ends this generation, but not the server
             traceback.print_exc()
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise Refused(500, f"the generation failed: {reason}") from error
@@ -257,7 +259,7 @@ async def _refused(request: Request, error: Refused | HTTPException) -> Response
 
 
 async def _gone(request: Request, error: ClientDisconnect) -> Response:
-    return Response()  # the client is gone
+    return Response()  # the client has left
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -42,11 +42,11 @@ def test_mistakes_in_a_file_are_named_with_their_lines(tmp_path: Path) -> None:
     lines = str(error.value).splitlines()
     assert [int(line.split(":")[1]) for line in lines] == [*range(2, 9), *range(10, 14), 15, 17]
     assert lines[1].endswith("response: missing; it has instruction")
-    assert "the last one must be the assistant's" in lines[3]
+    assert "the last message must have the role assistant" in lines[3]
     assert "'robot' is not one of system, user, assistant" in lines[4]
     assert r"instruction: \ud83d at character 13 is half of a surrogate pair" in lines[9]
     assert "messages[1].role: system only as the first message" in lines[11]
-    assert lines[5].endswith("messages: an answer without a question (and in 1 more line, the next is 16)")
+    assert lines[5].endswith("messages: an answer has no question before it (and in 1 more line, the next is 16)")
     assert lines[12].endswith("messages[1].weight: 0.5 is neither 1, learned, nor 0, not learned")
     assert r"messages[0].content: \ude00 at character 0 is half" in lines[10]
 
@@ -72,7 +72,7 @@ def test_parquet_is_said_once_where_its_first_line_happens_to_be_text(tmp_path: 
 def test_a_table_is_said_once_with_what_makes_lines_of_it(tmp_path: Path) -> None:
     path = tmp_path / "my data.csv"
     path.write_text("instruction,response\na,b\n" * 30, encoding="utf-8-sig")
-    with pytest.raises(ValueError, match="a table; one JSON object a line is wanted") as error:
+    with pytest.raises(ValueError, match="this is a table; write one JSON object per line") as error:
         list(JsonlChats(path).conversations())
     assert str(error.value).endswith(
         "pandas.read_csv('my data.csv').to_json('my data.jsonl', orient='records', lines=True)"
@@ -93,7 +93,7 @@ def test_a_json_array_is_said_once_with_what_makes_lines_of_it(tmp_path: Path, i
     ):
         text = json.dumps([{"instruction": "a", "response": "b"}] * 30, indent=indent)
         (tmp_path / name).write_text(text, encoding="utf-8-sig")  # as Windows writes it
-        with pytest.raises(ValueError, match="a JSON array; one object a line is wanted: ") as error:
+        with pytest.raises(ValueError, match="this is a JSON array; write one object per line: ") as error:
             list(JsonlChats(tmp_path / name).conversations())
         assert str(error.value).endswith(command)
         assert "\n" not in str(error.value)
@@ -123,7 +123,7 @@ def test_keys_of_other_forms_are_said_once_with_their_names_here(
 
 
 def test_a_file_of_mistakes_is_not_listed_to_its_end(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="more after line 20 is not looked at"):
+    with pytest.raises(ValueError, match="lines after 20 were not checked"):
         list(
             JsonlChats(
                 jsonl(tmp_path, *({"instruction": "a", f"key {number}": 1} for number in range(100)))
@@ -140,9 +140,9 @@ def test_one_mistake_on_every_line_is_told_once(tmp_path: Path) -> None:
 def test_objects_over_several_lines_are_said_once_with_what_makes_lines_of_them(tmp_path: Path) -> None:
     path = tmp_path / "pretty.jsonl"
     path.write_text(2 * (json.dumps({"instruction": "a", "response": "b"}, indent=1) + "\n"))
-    with pytest.raises(ValueError, match="over several lines") as error:
+    with pytest.raises(ValueError, match="spans several lines") as error:
         list(JsonlChats(path).conversations())
-    assert str(error.value).endswith("one a line is wanted: `jq -c . pretty.jsonl > pretty-lines.jsonl`")
+    assert str(error.value).endswith("write one object per line: `jq -c . pretty.jsonl > pretty-lines.jsonl`")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_objects_over_several_lines_are_said_once_with_what_makes_lines_of_them(
         ("a.jsonl.xz", lzma.compress(ROWS), "it is compressed; unpack it first: unxz"),
         ("a.arrow", b"\xff\xff\xff\xff\x10\0\0\0", "it is an Arrow stream"),
         ("._a.jsonl", b"\0\x05\x16\x07\0\x02\xff", "name the file without ._"),
-        ("a.bin", b"\x01\x02\xff\xfe\x03", "it holds bytes that no text has (0x01)"),
+        ("a.bin", b"\x01\x02\xff\xfe\x03", "it contains bytes that no text has (0x01)"),
     ],
 )
 def test_files_that_are_no_text_are_not_told_to_be_latin(name: str, content: bytes, words: str, tmp_path: Path) -> None:

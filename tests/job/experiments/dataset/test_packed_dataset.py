@@ -146,7 +146,7 @@ def test_held_out_examples_that_are_trained_on_too_are_said(tmp_path: Path) -> N
     assert "warning" not in "".join(said)
     lines = jsonl(tmp_path, *[PAIRS[0]] * 50)
     prepare_sft(tmp_path / "copies", config, text=lines, tokenizer=tokenizer, say=said.append)
-    assert "warning: held-out examples that are trained on as well: 5 of 5, and the validation loss" in said[-1]
+    assert "warning: held-out examples that are trained on as well: 5 of 5, which makes the validation loss" in said[-1]
 
 
 def test_held_out_questions_are_kept_with_their_answers(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_keys_that_say_something_and_are_not_read_are_named_with_their_lines(tmp
     lines = [{"instruction": "a", "response": "b", **keys} for keys in extra] + [{"messages": turns, "tools": []}]
     path, said = jsonl(tmp_path, *lines), list[str]()
     prepare_sft(tmp_path / "data", CONFIG, text=path, tokenizer=bpe(tmp_path, *LLAMA), say=said.append)
-    assert "left out, unused in training: context (3 lines), id (3 lines), input (1" in "".join(said)
+    assert "not used in training: context (3 lines), id (3 lines), input (1" in "".join(said)
     assert "messages.name (1" in "".join(said)
     assert "\\ud800 (1 line)" in "".join(said)  # which no output takes as it is
     assert "tools" not in "".join(said)
@@ -201,7 +201,7 @@ def test_an_answer_that_is_not_to_be_learned_is_context_alone(
     config = replace(CONFIG, data=replace(CONFIG.data, loss_on=loss_on))
     tokenizer = bpe(tmp_path, *LLAMA)
     prepare_sft(tmp_path / "data", config, text=jsonl(tmp_path, *lines), tokenizer=tokenizer, say=said.append)
-    assert "not learned, as the file says of them: 3 answers" in said
+    assert "not learned, because the file says so: 3 answers" in said
     rows = PackedRows(tmp_path / "data", read_manifest(tmp_path / "data"), "train")
     bpe_ids = FileTokenizer(tokenizer)
     learned = bpe_ids.decode(rows.tokens[0][(rows.marks[0] & 1) == 1].tolist())
@@ -237,7 +237,7 @@ def test_blanks_are_kept_or_counted_as_the_familys_template_has_them(
         ({"tokenizer": None}, "storage.base_weights"),
         ({"vocab": 200}, r"the model's vocabulary \(job.parameters.model.vocab\) is 200"),
         ({"specials": CHATML}, r"no token <\|eot_id\|>"),
-        ({"lines": ()}, "empty; give one JSON object a line"),
+        ({"lines": ()}, "empty; give one JSON object per line"),
         (
             {"lines": PAIRS[:1]},
             r"examples\.jsonl: examples with .* data\.longest, 64 tokens: 1; at least 2",

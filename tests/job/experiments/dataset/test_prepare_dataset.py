@@ -138,7 +138,10 @@ def test_what_somebody_put_beside_a_dataset_is_never_replaced_with_it(tmp_path: 
         (b"", "empty; give a text with stories"),
         (b" \n\n\t\n", "empty; give a text with stories"),
         (bz2.compress(b"a story") + b"\xff", r"it is compressed; unpack it first: bunzip2"),
-        (bz2.compress(b"a story").decode("latin-1").encode(), r"characters \d+ are none of a text: was it compressed"),
+        (
+            bz2.compress(b"a story").decode("latin-1").encode(),
+            r"characters \d+ do not occur in texts: was it compressed",
+        ),
         ("Füchse".encode("latin-1"), r"not UTF-8 \(byte 1\); convert the file first.* iconv -f LATIN1 "),
         (b"\x1f\x8b\x08\x00", r"not UTF-8 \(byte 1\); it is compressed; unpack it first: gunzip"),
         (b"Only one story.", "stories.txt: 1 story; at least 2 are needed"),
@@ -208,7 +211,9 @@ def test_a_damaged_manifest_is_a_value_error(content: str, tmp_path: Path) -> No
     (tmp_path / "dataset.json").write_text(content)
     with pytest.raises(ValueError, match="prepare the dataset again"):
         read_manifest(tmp_path)
-    with pytest.raises(ValueError, match=r"cannot say what is in it \(.*\); move the folder away, then prepare again$"):
+    with pytest.raises(
+        ValueError, match=r"does not show what the folder contains \(.*\); move it away, then prepare again$"
+    ):
         existing_dataset(tmp_path)
     assert (tmp_path / "dataset.json").read_text() == content
 

@@ -127,7 +127,7 @@ def test_a_server_without_ranges_gives_the_beginning_too(url: str, files: Files,
 
 
 def test_a_file_of_another_size_is_refused(url: str, tmp_path: Path) -> None:
-    with pytest.raises(FetchError, match="12345 expected; the file has changed"):
+    with pytest.raises(FetchError, match="12345 expected: the file has changed"):
         sources.fetch(url, tmp_path / "file", total_bytes=12345)
     assert not (tmp_path / "file").exists()
 

@@ -122,7 +122,7 @@ def test_a_file_that_the_library_does_not_open_is_found_before_anything_is_paid(
     save_file({"a": np.ones((3, 4), np.float32), "b": np.zeros(0, np.float32)}, path, metadata={"format": "pt"})
     weights.check(tmp_path)
     path.write_bytes(content(path.read_bytes()))
-    with pytest.raises(ValueError, match=r"model\.safetensors: [\d,]+ bytes, no safetensors file .*it again"):
+    with pytest.raises(ValueError, match=r"model\.safetensors: [\d,]+ bytes, not a safetensors file .*it again"):
         weights.check(tmp_path)
 
 
@@ -165,7 +165,7 @@ def test_a_description_that_may_not_be_read_is_not_said_to_be_missing(
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.float64])  # as bitsandbytes, GPTQ and others pack
 def test_weights_of_other_dtypes_are_refused_before_anything_is_paid(dtype: type, tmp_path: Path) -> None:
     save_file({"norm": np.ones(3, np.float16), "q.weight": np.ones((4, 1), dtype)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"q\.weight is [IUF]\d+; only BF16, F16, F32 are read: of quantised"):
+    with pytest.raises(ValueError, match=r"q\.weight is [IUF]\d+; only BF16, F16, F32 are read: instead of quantised"):
         weights.check(tmp_path)
 
 

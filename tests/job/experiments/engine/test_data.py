@@ -169,7 +169,7 @@ def test_a_shard_of_other_tokens_than_its_header_says_is_refused(tmp_path: Path,
     path = tmp_path / "data" / "train_00000.bin"
     content = path.read_bytes()
     path.write_bytes((content + b"\0\0")[: len(content) + bytes_more])
-    with pytest.raises(ValueError, match="the header promises"):
+    with pytest.raises(ValueError, match="the header says"):
         TokenDataset(tmp_path / "data", vocab=160, sequence=SEQUENCE, device=CPU)
 
 

@@ -144,7 +144,7 @@ def test_a_trainer_told_to_wait_begins_at_the_rung_it_is_told(tmp_path: Path, mo
 def test_a_trainer_that_waits_ends_with_whoever_started_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parents = iter([7, 7, 1])
     monkeypatch.setattr("gpufleet.job.contract.messages.os.getppid", lambda: next(parents))
-    with pytest.raises(SystemExit, match="start it is gone"):
+    with pytest.raises(SystemExit, match="start it has ended"):
         await_start(tmp_path)
 
 
@@ -259,7 +259,7 @@ def test_a_reason_that_a_full_disk_does_not_take_is_said_and_the_run_ends_no_oth
     assert world.train(workdir) == 65
     said = capsys.readouterr().out
     assert "fatal: loss, gradients or weights are not finite at step 1" in said
-    assert "warning: fatal.json is not written: [Errno 28] No space left on device" in said
+    assert "warning: fatal.json could not be written: [Errno 28] No space left on device" in said
 
 
 @pytest.mark.parametrize(

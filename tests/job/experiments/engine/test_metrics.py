@@ -172,5 +172,5 @@ def test_a_rung_that_cannot_be_written_down_costs_no_run(
     (workdir / "rung.json").write_text('{"phase": "another", "rung": 1, "lower": 1}')
     monkeypatch.setattr(atomic, "write_json", rung_full)
     assert world.train(workdir, world.StopAt(workdir, 3)) == 75
-    assert "rung.json is not written" in capsys.readouterr().out
+    assert "rung.json could not be written" in capsys.readouterr().out
     assert not (workdir / "rung.json").exists()  # it would send an out-of-memory to the same rung for ever

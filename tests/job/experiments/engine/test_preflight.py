@@ -171,7 +171,7 @@ def test_a_run_that_may_refuse_no_more_goes_on_with_a_warning(tmp_path: Path, mo
     (tmp_path / "preflight.json").unlink()
     (tmp_path / "accept.json").write_text("{}")
     preflight.run(tmp_path, CPU, World(), gpus=None, say=said.append, hung=said.append)
-    assert "warning: this node would be refused, as others were before it" in said[-1]
+    assert "warning: this node goes on, although others were refused for the same" in said[-1]
     preflight.run(tmp_path, CPU, World(), gpus=None, say=said.append, hung=said.append)
     assert len(calls) == 2  # a restart within the attempt does not measure again
 
@@ -344,7 +344,7 @@ def test_a_node_that_lost_a_gpu_is_refused_before_anything_is_staged(tmp_path: P
         bench.clock.sleep(600)
     assert codes == [71, 71, 0, 0]  # the third goes on with what it has, so the fourth finds the run over
     assert bench.json("attempts/i-0.json")["exit"]["reason"] == (
-        "node refused: 7 working GPUs, this run uses 8 of p5.48xlarge's"
+        "node refused: 7 working GPUs; this run needs 8 GPUs of p5.48xlarge"
     )
     assert not (tmp_path / "i-0" / "data").exists()
     assert len(bench.trainers) == 1

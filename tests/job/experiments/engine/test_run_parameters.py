@@ -60,4 +60,4 @@ def test_a_run_file_without_a_job_is_fatal_and_says_what_is_missing(tmp_path: Pa
     assert world.train(tmp_path) == 65
     record = atomic.read_object(tmp_path / "fatal.json")
     assert record is not None
-    assert "job.experiment and job.parameters are needed" in record["detail"]
+    assert "job.experiment and job.parameters are missing" in record["detail"]

@@ -161,7 +161,7 @@ def test_a_file_that_lost_bits_stops_the_run(monkeypatch: pytest.MonkeyPatch) ->
         save_file({name: t.to(torch.bfloat16).to(t.dtype) for name, t in tensors.items()}, path)
 
     monkeypatch.setattr(check, "save_file", lossy)
-    with pytest.raises(GrowthCheckFailed, match=r"after a round trip; the saved file does not hold the weights that"):
+    with pytest.raises(GrowthCheckFailed, match=r"after a round trip; the file does not contain the weights that"):
         check_boundary(CONFIG, 1, *boundary(1), PROBE)
 
 

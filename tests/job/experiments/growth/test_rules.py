@@ -229,5 +229,5 @@ def new_zero_names() -> list[str]:
 
 
 def test_nothing_grows_into_the_first_phase() -> None:
-    with pytest.raises(ValueError, match="nothing grows into phase 0"):
+    with pytest.raises(ValueError, match="phase 0 is not grown"):
         grow(CONFIG, 0, {}, generator())

@@ -115,7 +115,7 @@ def test_one_that_hangs_only_while_it_is_timed_is_untimed(workers: Workers) -> N
     [
         ("torch-while-timed", "computes with torch"),
         ("cached-by-content", "computes with torch: __float__"),
-        ("in-place-while-timed", "gives its input back"),
+        ("in-place-while-timed", "returns its input"),
         ("cached-by-address", "while it was timed"),
     ],
 )

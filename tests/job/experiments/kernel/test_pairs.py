@@ -74,7 +74,9 @@ def test_every_line_that_is_no_pair_is_named(tmp_path: Path) -> None:
         list(PairsFile(written(tmp_path, {"prompt": " ", "answer": "a"}), 10, seed=1).conversations())
     array = tmp_path / "array.json"
     array.write_text(json.dumps([{"prompt": "p", "answer": "a"}] * 3, indent=1))
-    with pytest.raises(ValueError, match=r"a JSON array; one object a line is wanted: `jq -c '\.\[\]' array\.json"):
+    with pytest.raises(
+        ValueError, match=r"this is a JSON array; write one object per line: `jq -c '\.\[\]' array\.json"
+    ):
         list(PairsFile(array, 10, seed=1).conversations())
     array.write_bytes('{"prompt": "é", "answer": "a"}\n'.encode("latin-1"))
     with pytest.raises(ValueError, match=r":1: not UTF-8 \(byte 12\); convert the file first"):

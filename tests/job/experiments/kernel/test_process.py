@@ -71,7 +71,7 @@ def test_where_the_kernel_contains_nothing_no_gpu_judges_and_a_cpu_says_so(
         contained.append(False)
 
     monkeypatch.setattr(made, "_failure", found)
-    with pytest.raises(NoDeviceError, match="allows candidates no namespaces") if gpus else nullcontext():
+    with pytest.raises(NoDeviceError, match="does not allow namespaces for candidates") if gpus else nullcontext():
         made.prove(said.append)
     assert len(said) == 1 - gpus
 
@@ -106,7 +106,7 @@ def test_a_process_that_ends_before_it_has_got_a_source_is_no_verdict(
 
     monkeypatch.setattr(Process, "__init__", dying)
     one = honest(change=lambda text: f"# {compiles}\n{text}")  # not compiled before
-    with pytest.raises(NoDeviceError, match="before it had got a source: the process ended"):
+    with pytest.raises(NoDeviceError, match="before it received a source: the process ended"):
         judge(workers).all([one], lambda verdict: pytest.fail(str(verdict)))
 
 

@@ -241,7 +241,10 @@ def test_a_machine_that_cannot_judge_gives_no_verdict(
     (workdir / "stages" / "candidates.jsonl").write_bytes((finished / "stages" / "candidates.jsonl").read_bytes())
     monkeypatch.setattr(funnel.Judge, "_failure", lambda judge, gpu, contained: "CUDA error 304")
     assert world.train(workdir) == 71
-    assert "the funnel: a kernel that is right fails on this machine" in (workdir / "preflight.json").read_text()
+    assert (
+        "the funnel: a test kernel that is known to be correct fails on this machine"
+        in (workdir / "preflight.json").read_text()
+    )
     assert kernel.lines(workdir, "verdicts") == []
 
 

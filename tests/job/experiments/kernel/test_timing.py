@@ -138,7 +138,7 @@ def took(median: float, *, lies: bool = False) -> timing.Trials:
         ([1.0, 1.04], [False], 2.04),  # the mean of before and after
         ([1.0, 1.0, 1.0], [True, False], 2.0),
         ([1.0, 2.0, 2.0, 2.0], [False, True, True], "did not agree in the last try"),
-        ([1.0, 1.0, 1.0, 1.0], [True, True, True], "it says at most"),
+        ([1.0, 1.0, 1.0, 1.0], [True, True, True], "it reports at most"),
     ],
 )
 def test_a_try_counts_when_it_repeats_and_is_believed_and_one_that_is_never_believed_is_a_lie(
@@ -201,7 +201,7 @@ def test_an_answer_that_leaves_out_what_it_must_say_is_no_result(said: dict[str,
 def test_a_claim_far_below_the_judges_clock_is_a_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = CallClock(monkeypatch)
     liar = clock.taking(steady(), says=1e-6, takes=1.0)
-    with pytest.raises(timing.Rejected, match="the judge's clock at least 1000"):
+    with pytest.raises(timing.Rejected, match="the judge's clock shows at least 1000"):
         calibrated(liar, steady(), trials=3, suspicious=2.0)
 
 

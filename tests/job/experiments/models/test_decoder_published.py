@@ -167,7 +167,7 @@ def test_a_damaged_file_of_weights_is_the_users_to_mend(tmp_path: Path) -> None:
     module = written(tmp_path)
     path = tmp_path / hf.WEIGHTS
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ValueError, match=r"model\.safetensors: .* no safetensors file .*; download it again"):
+    with pytest.raises(ValueError, match=r"model\.safetensors: .* not a safetensors file .*; download it again"):
         hf.load(tmp_path, module)
 
 
@@ -251,11 +251,11 @@ def saved(family: str, change: Any, tmp_path: Path) -> Decoder:
     ("change", "words"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of llama, qwen2, qwen3"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "neither none nor Llama-3.1's"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "neither none nor Llama-3.1's"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "neither none nor that of Llama-3.1"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "neither none nor that of Llama-3.1"),
         (
             {"rope_scaling": {"type": "llama3", **hf_config._LLAMA3, "factor": 32.0}},
-            "neither none nor Llama-3.1's",
+            "neither none nor that of Llama-3.1",
         ),  # Llama-3.2's
         ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "yarn"}}, "neither none nor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -264,20 +264,20 @@ def saved(family: str, change: Any, tmp_path: Path) -> Decoder:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding windows"),
         ({"attention_bias": True}, "extra biases"),
         ({"mlp_bias": True}, "extra biases"),
-        ({"rope_scaling": "llama3"}, "rope_scaling 'llama3' is no object"),
+        ({"rope_scaling": "llama3"}, "rope_scaling 'llama3' is not an object"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not silu"),
-        ({"vocab_size": None, "rms_norm_eps": "1e-6"}, "vocab_size, rms_norm_eps missing or no number"),
-        ({"num_attention_heads": 0, "head_dim": "16"}, "num_attention_heads, head_dim missing or no number"),
-        ({"rope_theta": "1e6"}, "rope_theta '1e6' is no number"),
-        ({"layer_types": 2}, "layer_types 2 is no list"),
+        ({"vocab_size": None, "rms_norm_eps": "1e-6"}, "vocab_size, rms_norm_eps missing or not a number"),
+        ({"num_attention_heads": 0, "head_dim": "16"}, "num_attention_heads, head_dim missing or not a number"),
+        ({"rope_theta": "1e6"}, "rope_theta '1e6' is not a number"),
+        ({"layer_types": 2}, "layer_types 2 is not a list"),
         ({"layer_types": [{"full": 1}]}, "sliding windows"),
         ({"model_type": "llama", "architectures": None, "sliding_window": 16}, "sliding windows"),
-        ({"architectures": ["Qwen3ForSequenceClassification"]}, "is no Qwen3ForCausalLM, the only qwen3"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "is not Qwen3ForCausalLM, the only supported qwen3"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false' is not true or false"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config: of quantised weights take"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: instead of quantised weights use"),
         ({"is_causal": False}, "is_causal False"),
-        ({"num_hidden_layers": 2.5}, "num_hidden_layers missing or no number"),
-        ({"rope_scaling": {"factor": 8.0}}, "neither none nor Llama-3.1's"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers missing or not a number"),
+        ({"rope_scaling": {"factor": 8.0}}, "neither none nor that of Llama-3.1"),
         ({"rope_scaling": {"rope_type": "default", "full_attention": {"rope_type": "yarn"}}}, "neither none nor"),
     ],
 )
@@ -296,7 +296,7 @@ def test_a_config_that_lacks_a_number_is_refused_by_its_name(key: str, tmp_path:
     tree = hf_config.config_tree(FAMILIES["llama"], "float32")
     del tree[key]
     (tmp_path / hf_config.CONFIG).write_text(json.dumps(tree))
-    with pytest.raises(ValueError, match=f"{key} missing or no number"):
+    with pytest.raises(ValueError, match=f"{key} missing or not a number"):
         hf_config.read_shape(tmp_path)
 
 

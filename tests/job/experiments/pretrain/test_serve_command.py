@@ -214,7 +214,7 @@ def test_a_place_that_cannot_be_served_from_is_named(
 def test_an_empty_host_is_not_every_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([str(exported(tmp_path / "final")), "--port", "99999999", "--host", ""])
-    assert "--host is empty; 127.0.0.1 serves this machine alone" in capsys.readouterr().err
+    assert "--host is empty; 127.0.0.1 serves only this machine" in capsys.readouterr().err
 
 
 def test_the_page_names_every_option_route_field_and_limit() -> None:

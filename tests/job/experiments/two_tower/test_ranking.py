@@ -150,7 +150,7 @@ def test_counts_that_differ_from_the_config_name_the_key_before_anything_is_enco
         (["q0,m1,0", "q1,m1,0"], r"labels\.csv: no judgement has label 1 or 2"),
         (
             ["q0,m 8B, chat,1"],
-            r"labels\.csv:2: more values than the header names; a name with a comma stands in double",
+            r"labels\.csv:2: more values than the header names; put a name with a comma into double",
         ),
         (["q0,m1,1", "q0,m1,2"], r"labels\.csv:3: query q0 and model m1 are judged twice, differently"),
     ],
@@ -210,7 +210,7 @@ def test_a_wrong_query_is_named_by_its_line(line: str, message: str, tmp_path: P
 def test_queries_in_one_array_are_told_how_to_become_lines(tmp_path: Path) -> None:
     text = folder_of_text(tmp_path / "text")
     (text / "queries.jsonl").write_text('[\n {"id": "q0", "text": "one"}\n]\n')
-    with pytest.raises(ValueError, match=r"queries\.jsonl: a JSON array; one object a line is wanted: `jq -c"):
+    with pytest.raises(ValueError, match=r"queries\.jsonl: this is a JSON array; write one object per line: `jq -c"):
         ranking.read_folder(text, Hashed(width=8), of_text(8))
 
 
