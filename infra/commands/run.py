@@ -187,7 +187,7 @@ class WholeRun:
         )
         rules = policy.find_policy(self.root) or policy.Policy()
         parts = [(part.definition, part.bill, part.fallbacks) for part in made.parts]
-        if broken := policy.broken_by_any(rules, parts, made.staged and made.staged.usd.p90):
+        if broken := policy.broken_by_any(rules, parts, made.staged.usd.p90 if made.staged else None):
             raise GpufleetError(
                 "\n".join(f"breaks {breach.rule} of policy.yaml: {breach.message}" for breach in broken)
             )

@@ -402,7 +402,10 @@ def test_a_slow_node_saves_and_leaves_where_another_is_cheaper_and_the_next_slow
     ends = {each["instance"]: each["exit"]["reason"] for each in (town.store.json("receipt.json") or {})["attempts"]}
     assert ends == {f"i-{slow + 1}": "slow", stays: "finished", "i-3": "finished"}
     assert town.machines[slow].code == 75
-    assert "i-3 is slow: before the exchange, its last 20 steps took 4.0 times" in (town.store.json("attempts/i-3.json") or {})["alarm"]
+    assert (
+        "i-3 is slow: before the exchange, its last 20 steps took 4.0 times"
+        in (town.store.json("attempts/i-3.json") or {})["alarm"]
+    )
 
 
 def test_a_step_s_time_is_told_of_the_generation_in_which_it_was_measured(town: Town) -> None:
