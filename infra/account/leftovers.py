@@ -151,7 +151,8 @@ def _subnets_of_interfaces(ec2: Any, template: dict[str, Any]) -> Iterator[str]:
     asked = {"LaunchTemplateId": template["LaunchTemplateId"], "Versions": [template["Version"]]}
     answer = refusals.absent(lambda: ec2.describe_launch_template_versions(**asked), "InvalidLaunchTemplateId.")
     for version in (answer or {}).get("LaunchTemplateVersions", []):
-        yield from (each["SubnetId"] for each in version["LaunchTemplateData"].get("NetworkInterfaces", []))
+        interfaces = version["LaunchTemplateData"].get("NetworkInterfaces", [])
+        yield from (interface["SubnetId"] for interface in interfaces)
 
 
 def _fleets(

@@ -148,7 +148,7 @@ def test_nodes_start_from_the_bake_without_a_pull_until_it_is_deleted(
     pin.write_values(world.definition.source, {"job.image": IMAGE.replace("5" * 64, "6" * 64)})
     stale = world.engine.up()
     assert not stale.ok
-    assert f"fleet.baked_ami, {made.ami}, holds" in stale.diagnostics
+    assert f"fleet.baked_ami, {made.ami}, contains" in stale.diagnostics
 
     assert main(["bake", STACK, "--delete"]) == 0
     assert world.cloud.leftovers() == {}
@@ -175,7 +175,8 @@ def test_a_finished_model_becomes_a_snapshot_that_nodes_get_until_the_model_chan
 ) -> None:
     assert main([*BAKE_DATA, "--days", "9"]) == 0, capsys.readouterr()
     assert (tmp_path / "volume" / "weights.bin").read_bytes() == b"trained"
-    (snapshot,) = world.cloud.client("ec2").describe_snapshots(OwnerIds=["self"])["Snapshots"]
+    tagged = [{"Name": "tag-key", "Values": ["gpufleet:stack"]}]  # AMIs that moto brings have snapshots too
+    (snapshot,) = world.cloud.client("ec2").describe_snapshots(OwnerIds=["self"], Filters=tagged)["Snapshots"]
     said = capsys.readouterr().out
     entry = f"data: {{size_gib: 2, snapshot: {snapshot['SnapshotId']}}}"
     assert f"Write `{entry}` under `storage:` of mine.yaml." in said
