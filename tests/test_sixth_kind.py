@@ -25,7 +25,7 @@ NEW = {
     "toy.yaml": "stacks/toy.yaml",
 }
 ENTRY = '    "toy": "gpufleet.job.experiments.toy.spec:ToyConfig",\n'
-REGISTRY = "CONFIGS = {  # by name: the module and the class of its parameters\n"
+REGISTRY = "CONFIGS = {  # the module and the class of a job's parameters, by the job's name\n"
 
 
 @pytest.fixture(scope="module")

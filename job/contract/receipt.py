@@ -156,7 +156,7 @@ class Receipt:
     def grade(self) -> str:
         """`within_range` in words."""
         if self.within_range is None:
-            return "no range to compare with"
+            return "no range to be inside of"  # as in receipts of earlier versions
         return "inside p10-p90" if self.within_range else "below p10" if self.actual < self.p10 else "above p90"
 
     def to_json(self) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def test_a_machine_without_docker_is_told_so_before_anything_starts(
 @pytest.mark.parametrize(
     ("answers", "said"),
     [
-        ('[ "$1" = image ]', r"daemon does not answer \(it gave 1\): start it"),
+        ('[ "$1" = image ]', r"daemon does not answer \(exit code 1\): start it"),
         ('echo "Cannot connect to the Docker daemon" >&2; exit 1', r"does not answer \(Cannot connect to the Docker"),
         ('[ "$1" = version ] || { echo "manifest unknown" >&2; exit 1; }', rf"cannot pull {IMAGE}: manifest unknown"),
         ('[ "$1" = image ] && echo 1000; exit 0', "is in no registry, so no node could pull it"),

@@ -187,7 +187,7 @@ def test_a_project_s_bill_stands_on_what_an_earlier_version_measured(
     assert found is not None
     if isinstance(found, calibration.RefusedCalibration):  # read, and no longer believed: docs/calibration.md
         assert run.name == "growth"
-        assert "does not count any more: job.parameters.cuda_graphs was absent" in found.why
+        assert "no longer counts: job.parameters.cuda_graphs was absent" in found.why
     elif run.name == "command":
         assert "measured on" in shown
     assert main(["receipts"]) == 0

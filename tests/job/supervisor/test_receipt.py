@@ -208,7 +208,7 @@ def test_a_bill_of_one_figure_has_no_range_to_be_inside_of(run: RunFile) -> None
     certain = Decimal("0.2000")
     made = build(replace(run, estimate=replace(run.estimate, p10=certain, p50=certain, p90=certain)), attempt(1800))
     assert made["inside_range"] is None
-    assert "no range to compare with ($0.2000 to $0.2000)" in shown(made)
+    assert "no range to be inside of ($0.2000 to $0.2000)" in shown(made)
 
 
 def test_storage_transfer_and_logs_are_what_the_run_has_left(tmp_path: Path) -> None:
