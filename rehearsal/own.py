@@ -24,6 +24,7 @@ from gpufleet.job.contract.messages import Observed
 from gpufleet.job.contract.workdir import FINAL
 from gpufleet.job.kind import JobConfig
 from gpufleet.job.kind.command import CommandConfig
+from gpufleet.job.kind.job import secrets_needed
 from gpufleet.job.text import counted
 from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal, Resumption
 
@@ -249,7 +250,7 @@ def advice(notices: Sequence[Resumption], every: int | None, declared: bool | No
 
 def _secrets(rehearsal: Rehearsal) -> Iterator[Promise]:
     """The promise that no file of node, bucket, state or log holds a secret's value."""
-    names = rehearsal.definition.job.parameters.secrets_needed
+    names = secrets_needed(rehearsal.definition.job.parameters)
     values = {name: os.environ[environment.SECRET + name].encode() for name in names}
     if not values:
         return

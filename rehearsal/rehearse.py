@@ -36,6 +36,7 @@ from gpufleet.infra.inputs.prepared import as_prepared
 from gpufleet.infra.text import table
 from gpufleet.job import progress
 from gpufleet.job.kind.command import CommandConfig
+from gpufleet.job.kind.job import secrets_needed
 from gpufleet.rehearsal import block, environment, evidence, images, own, pace, plumbing, report, scratch, undisturbed
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.engine import Engine, Result
@@ -202,7 +203,7 @@ def _attempt(
         with ExitStack() as stack:
             notice_s = float(definition.interruptions.notice_s)
             secrets = {
-                name: place for part in definition.parts for name, place in part.job.parameters.secrets_needed.items()
+                name: place for part in definition.parts for name, place in secrets_needed(part.job.parameters).items()
             }
             stack.enter_context(own.secret_values(secrets))
             cloud = stack.enter_context(

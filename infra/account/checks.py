@@ -15,6 +15,7 @@ from gpufleet.infra.account.fleet import nodes_of
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program.boot.user_data import ROOT_DEVICE
 from gpufleet.job.contract.inputs import DATASET, WEIGHTS, is_file
+from gpufleet.job.kind.job import secrets_needed
 from gpufleet.job.text import counted, stamp
 
 DLAMI_OWNER = "898082745236"  # the account that publishes the Deep Learning AMIs
@@ -353,7 +354,7 @@ def _first(place: str, s3: Any) -> str:
 def secrets(definition: StackDefinition, client: Callable[[str, str], Any]) -> Iterator[Check]:
     """Whether the job's secrets exist where the file says. Their values are not read."""
     region, own = definition.fleet.region, definition.account.kms_key or ""
-    for reference in dict.fromkeys(definition.job.parameters.secrets_needed.values()):
+    for reference in dict.fromkeys(secrets_needed(definition.job.parameters).values()):
         service, _, name = reference.partition(":")
         key = _parameter(name, client("ssm", region)) if service == "ssm" else _secret(name, client(service, region))
         if key is None:

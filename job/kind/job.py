@@ -112,11 +112,6 @@ class Workload(ABC):
         """The least number of GPUs for the job on a node that has `there`; if that is 1, on any node; 0 on a CPU."""
         return 0 if self.device == "cpu" else self.gpus or self.ranks(there)
 
-    @property
-    def secrets_needed(self) -> Mapping[str, str]:
-        """All secrets that a node may read for the job and for its tracker, by name."""
-        return {**self.demands.secrets, **(self.log.secrets or {})}
-
     def products(self) -> str:
         """The dtype of matrix products on a GPU: `bf16`, `fp32` or `tf32`."""
         return "fp32"
@@ -232,6 +227,11 @@ class JobConfig(Workload, DataNeeded, Saving):
 def changed(config: Config, **sections: Any) -> Config:
     """The parameters with some values replaced."""
     return cast(Config, replace(cast(Any, config), **sections))
+
+
+def secrets_needed(config: JobConfig) -> Mapping[str, str]:
+    """All secrets that a node may read for the job and for its tracker, by name."""
+    return {**config.demands.secrets, **(config.log.secrets or {})}
 
 
 def problems_of(config: JobConfig) -> list[tuple[str, str]]:

@@ -26,6 +26,7 @@ from gpufleet.infra.program.resources.tags import owned, tags
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.aws import SILENCE, SWITCH
 from gpufleet.job.contract.workdir import RUN
+from gpufleet.job.kind.job import secrets_needed
 
 EC2_MAY_ASSUME = json.dumps(
     {
@@ -253,7 +254,7 @@ def _private_images(definition: StackDefinition) -> list[dict[str, Any]]:
 def _secrets(definition: StackDefinition) -> list[dict[str, Any]]:
     """The right to read the job's secrets, and no others. A customer key needs its own right; keys of AWS need none."""
     region, key = definition.fleet.region, definition.account.kms_key
-    secret = dict.fromkeys(name for part in definition.parts for name in part.job.parameters.secrets_needed.values())
+    secret = dict.fromkeys(name for part in definition.parts for name in secrets_needed(part.job.parameters).values())
     named = [*secret, *filter(None, [definition.notify.webhook])]
     parameters = [reference.removeprefix("ssm:") for reference in named if reference.startswith("ssm:")]
     secrets = [
