@@ -18,7 +18,7 @@ setup: .venv/ready ## make .venv, as every other target does the first time
 	@echo "Setting up .venv (once; about 5 GB with PyTorch, two to five minutes) ..."
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e '.[job,rehearsal,dev,docs]'
-	@$(BIN)/python -m compileall -qq -j 0 -x '/(pulumi_aws/(?!(cloudwatch|ec2|iam|s3|scheduler|sfn|sns|vpc)/)[^/]+|scipy|sklearn|networkx|debugpy|mypy|fontTools|setuptools|tests?|testing)/' .venv/lib || true # on all cores, pip does it on one; some packages hold files that do not compile, and of these few are ever imported
+	@$(BIN)/python -m compileall -qq -j 0 -x '/(pulumi_aws/(?!(cloudwatch|ebs|ec2|iam|s3|scheduler|sfn|sns|vpc)/)[^/]+|scipy|sklearn|networkx|debugpy|mypy|fontTools|setuptools|tests?|testing)/' .venv/lib || true # on all cores, pip does it on one; some packages hold files that do not compile, and of these few are ever imported
 	@touch $@
 	@echo "Set up: $$($(BIN)/python --version), $$($(BIN)/python -c 'import importlib.metadata as m; print(", ".join(p + " " + m.version(p) for p in ("pulumi", "pulumi-aws", "torch")))')"
 

@@ -25,7 +25,7 @@ from gpufleet.job import atomic, measured, probe
 from gpufleet.job.command.places import own_environment
 from gpufleet.job.contract.environment import USER_PATH
 from gpufleet.job.contract.run import probe_document
-from gpufleet.job.contract.workdir import CODE, DATA, INPUTS, NAMED, RUN, USER
+from gpufleet.job.contract.workdir import CODE, DATA, FINAL, INPUTS, NAMED, RUN, USER
 from gpufleet.job.kind import JobConfig, batch
 from gpufleet.job.measured import WARM_UP
 from gpufleet.job.supervisor import machine
@@ -174,7 +174,7 @@ def place(definition: StackDefinition, config: JobConfig, root: Path, workdir: P
             (workdir / name).symlink_to(_folder(root, setting, place, first), target_is_directory=True)
     asked = {name for _, name in config.demands.inputs}
     earlier = {name: run for name, run in definition.left.items() if name in asked}
-    outputs = {name: f"results/{definition.name}/{run}/final" for name, run in earlier.items()}
+    outputs = {name: f"results/{definition.name}/{run}/{FINAL}" for name, run in earlier.items()}
     for name, place in ((storage.inputs or {}) | outputs).items():
         folder = _folder(root, f"inputs.{name}", place, "put it there")
         # one link for each file, so that new files beside the links stay in the work folder

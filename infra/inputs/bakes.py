@@ -150,16 +150,16 @@ def gone_before_the_end(definition: StackDefinition, root: Path, now: datetime) 
     ):
         if baked is not None and datetime.fromisoformat(baked.until) <= end:
             yield (
-                f"{key}, {baked.id}, is deleted at {baked.until}, and the fleet may launch nodes until"
+                f"{key}, {baked.id}, is deleted at {baked.until}, but the fleet may launch nodes until"
                 f" {stamp(end)}: {advice}."
             )
 
 
 def _advice(definition: StackDefinition) -> str:
     stack = definition.argument
-    return f"`gpufleet bake {stack} --delete`, then `gpufleet bake {stack}`, or take fleet.baked_ami out"
+    return f"run `gpufleet bake {stack} --delete`, then `gpufleet bake {stack}`, or remove fleet.baked_ami"
 
 
 def _advice_data(definition: StackDefinition, data: BakedData) -> str:
     again = f"gpufleet bake {definition.argument} --data {shlex.quote(data.place)}"
-    return f"`{again} --delete`, then `{again}`, or take storage.data.snapshot out"
+    return f"run `{again} --delete`, then `{again}`, or remove storage.data.snapshot"

@@ -633,7 +633,11 @@ class CommandConfig(JobConfig):
     def _environment_problems(self) -> Iterator[tuple[str, str]]:
         for path, text in (("command", self.command), ("setup", self.setup), ("resume.args", self.resume.args)):
             if variables.KEY_LIKE.search(text):
-                yield path, "no key: run.json is no secret. Put it under job.secrets (NAME: ssm:/name), and read $NAME"
+                yield (
+                    path,
+                    "no secret key, because run.json can be read. Put it under job.secrets (NAME: ssm:/name), and read"
+                    " $NAME",
+                )
         yield from variables.problems(self.path, "", self.env, self.secrets)
         if self.registry is not None and not variables.SECRET.fullmatch(self.registry):
             yield "registry", "where user:password is kept: ssm:/name or secretsmanager:name. ECR needs none"

@@ -27,14 +27,14 @@ def problems(
         if not VARIABLE.fullmatch(name):
             yield f"{at}env.{name}", "a name of letters, digits and _, not beginning with a digit"
         elif name.startswith(NODES_OWN):
-            yield f"{at}env.{name}", "a name that does not begin with AWS_ or GPUFLEET_: those are the node's own"
+            yield f"{at}env.{name}", "a name that does not begin with AWS_ or GPUFLEET_: gpufleet sets those variables"
         elif name in (secrets or {}):
-            yield f"{at}env.{name}", f"one of {section}.env and {section}.secrets"
+            yield f"{at}env.{name}", f"a name that is not in {section}.secrets too"
         elif KEY_LIKE.search(value):
             where = f"Put it under {section}.secrets"
-            yield f"{at}env.{name}", f"no key: it looks like one, and run.json is no secret. {where}"
+            yield f"{at}env.{name}", f"no secret key, because run.json can be read. {where}"
     for name, value in (secrets or {}).items():
         if not VARIABLE.fullmatch(name):
             yield f"{at}secrets.{name}", "a name of letters, digits and _, not beginning with a digit"
         elif not SECRET.fullmatch(value):
-            yield f"{at}secrets.{name}", "where the value is kept: ssm:/name or secretsmanager:name"
+            yield f"{at}secrets.{name}", "the place of the value: ssm:/name or secretsmanager:name"

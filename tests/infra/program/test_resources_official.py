@@ -199,5 +199,6 @@ def test_the_embedded_aws_has_what_the_program_declares_and_nothing_else(
     elsewhere = {
         "aws:s3/bucketObjectv2:BucketObjectv2",
         "aws:ec2/amiFromInstance:AmiFromInstance",  # tests/rehearsal/test_bake.py
+        "aws:ebs/snapshot:Snapshot",  # the same
     }
     assert declared.kinds | over_all_cards.kinds | elsewhere == set(HANDLERS)
