@@ -251,7 +251,13 @@ def _of_stack_and(definition: StackDefinition, ending: str) -> list[dict[str, An
 
 
 def _baked(
-    kind: str, id: str, gib: int, described: dict[str, Any], definition: StackDefinition, now: datetime, delete: Any
+    kind: str,
+    id: str,
+    gib: int,
+    described: dict[str, Any],
+    definition: StackDefinition,
+    now: datetime,
+    delete: removal.Step,
 ) -> Left:
     """What a bake keeps. Its price is that of full disks: AWS does not say how much a snapshot stores."""
     tags = aws.tags_of(described)

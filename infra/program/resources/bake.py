@@ -66,21 +66,10 @@ def _declare_snapshot(definition: StackDefinition, volume: str, until: str) -> a
         tags=named({**tags(definition), DELETE_AFTER: until}, label),
         opts=options,
     )
-    stop = FleetStop(
-        "stop", definition, statements=snapshot.id.apply(lambda id: [_may_delete_snapshot(region, id)]), opts=options
-    )
-    one_time(
-        "delete-schedule",
-        name=DELETE,
-        stop=stop,
-        description="deletes a snapshot of gpufleet bake",
-        at=datetime.fromisoformat(until),
-        target=DELETE_SNAPSHOT,
-        input=snapshot.id.apply(lambda id: json.dumps({"SnapshotId": id})),
-        depends_on=stop.ready,
-        trigger=snapshot.id,
-        parent=stop,
-    )
+    rights = snapshot.id.apply(lambda id: [_may_delete_snapshot(region, id)])
+    request = snapshot.id.apply(lambda id: json.dumps({"SnapshotId": id}))
+    stop = FleetStop("stop", definition, statements=rights, opts=options)
+    _delete(stop, "a snapshot of gpufleet bake", until, DELETE_SNAPSHOT, request, snapshot.id)
     return snapshot
 
 
@@ -97,25 +86,28 @@ def _declare_image(definition: StackDefinition, builder: str, until: str) -> aws
     options, region = with_provider(Surroundings(), definition.fleet.region), definition.fleet.region
     image = BakedImage("baked", definition, builder=builder, until=until, opts=options).image
     rights = pulumi.Output.all(image.id, image.root_snapshot_id).apply(lambda ids: delete_statements(region, *ids))
-    stop = FleetStop(
-        "stop",
-        definition,
-        statements=rights,
-        opts=options,
-    )
+    request = image.id.apply(lambda id: json.dumps({"ImageId": id, "DeleteAssociatedSnapshots": True}))
+    stop = FleetStop("stop", definition, statements=rights, opts=options)
+    _delete(stop, "an AMI of gpufleet bake and its snapshot", until, DEREGISTER, request, image.id)
+    return image
+
+
+def _delete(
+    stop: FleetStop, what: str, until: str, target: str, request: pulumi.Output[str], id: pulumi.Output[str]
+) -> None:
+    """Declares the schedule that sends the request at `until`; a new `id` makes it anew."""
     one_time(
         "delete-schedule",
         name=DELETE,
         stop=stop,
-        description="deletes an AMI of gpufleet bake and its snapshot",
+        description=f"deletes {what}",
         at=datetime.fromisoformat(until),
-        target=DEREGISTER,
-        input=image.id.apply(lambda id: json.dumps({"ImageId": id, "DeleteAssociatedSnapshots": True})),
+        target=target,
+        input=request,
         depends_on=stop.ready,
-        trigger=image.id,
+        trigger=id,
         parent=stop,
     )
-    return image
 
 
 def delete_statements(region: str, image: str, snapshot: str) -> list[dict[str, Any]]:
