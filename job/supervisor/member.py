@@ -408,8 +408,7 @@ class GangMember(Supervisor):
         if leader is None or leader.presence.generation != self.generation.number:
             return
         seen = leader.presence
-        has_ended = seen.ended is not None or leader.age_s > gang.FAILED_S  # it names no more checkpoints
-        message = LeaderSaved(step=seen.saved, named_by=seen.named_by, ended=has_ended)
+        message = LeaderSaved(step=seen.saved, named_by=seen.named_by, ended=seen.ended is not None)
         if message != LeaderSaved.read(self.workdir):
             self._tell(message)
 

@@ -374,6 +374,14 @@ def test_a_node_whose_looks_are_late_costs_a_word_and_no_generation(tmp_path: Pa
     assert "i-2 is slow: its last 5 looks at S3 have each taken" in record["alarm"]
 
 
+def test_the_last_part_is_published_although_the_leaders_looks_are_late(parts: Town) -> None:
+    leader = parts.machines[0]
+    after_step(parts, parts.last - 10, lambda: parts.cut(leader, 30.0))  # seen again amid the wait for its last word
+    parts.run()
+    finished(parts)
+    assert len(parts.generations()) == 1
+
+
 def test_a_node_that_the_others_wait_for_is_named_in_record_and_receipt(tmp_path: Path) -> None:
     town = Town(tmp_path, nodes=3, last=60)
     town.boot(), town.boot(), town.boot()
