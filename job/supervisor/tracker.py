@@ -1,7 +1,7 @@
 """Hands a run's figures to W&B or MLflow, if `log.tracker` names one of them, whatever the kind of job.
 
-The library works in a process of its own (tracked.py), beside the supervisor, because the container of a ready-made job
-has no network. A tracker that is missing, offline or stuck costs figures, and never the training.
+The library works in a process of its own (tracker_process.py), beside the supervisor, because the container of a
+ready-made job has no network. A tracker that is missing, offline or stuck costs figures, and never the training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gpufleet.job.contract import environment, metrics, reading
 from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.workdir import METRICS, RESULTS, TRACKED
 
-MODULE = "gpufleet.job.supervisor.tracked"
+MODULE = "gpufleet.job.supervisor.tracker_process"
 _OF_THE_NODE = ("AWS_", "GPUFLEET_")  # variables that only the supervisor needs
 
 
@@ -120,8 +120,11 @@ class Tracker:
             reading_thread.join()
         except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on without a tracker
             self._say(f"warning: no figures are sent to {kind}: {type(error).__name__}: {error}")
+        finally:
+            self._ended = True  # later figures would wait in memory for nobody
 
     def _pass_on(self, output: IO[bytes], mask: Mask) -> None:
         with output:
             for line in output:
                 self._write(b"tracker: " + mask(line))
+        self._lines.put(None)  # the process has ended

@@ -13,7 +13,7 @@ import pytest
 
 from gpufleet.job.contract import environment
 from gpufleet.job.kind import Checkpoint, Log
-from gpufleet.job.supervisor import tracked
+from gpufleet.job.supervisor import tracker_process
 from gpufleet.job.supervisor.tracker import Tracker
 from tests.job import runs
 from tests.job.supervisor_world import STEPS, Bench, notice_at
@@ -118,6 +118,15 @@ def test_a_tracker_that_fails_says_why_and_ends_no_run(
     assert "warning: log.tracker, wandb, ended with 1" in run.said
 
 
+def test_figures_for_a_tracker_that_has_ended_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = bench(tmp_path, monkeypatch, "missing").attempt().tracker
+    tracker.take({"step": 1})
+    assert tracker.wait(60)
+    waiting = tracker._lines.qsize()
+    tracker.take({"step": 2})
+    assert tracker._lines.qsize() == waiting
+
+
 def test_a_secret_that_cannot_be_read_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = bench(tmp_path, monkeypatch)
     monkeypatch.delenv(environment.SECRET + "WANDB_API_KEY")
@@ -218,8 +227,10 @@ def lines(*messages: dict[str, Any]) -> list[str]:
 def test_mlflow_gets_the_same_and_goes_on_with_a_run_that_it_has(server: Client) -> None:
     config = {"config": {"run": "r1", "parameters": {"optim": {"lr": 0.001}, "many": list(range(120))}}}
     records = [{"record": {"ts": 1.0, "step": step, "loss": 1 / step, "router_load": [0.5]}} for step in (1, 2, 3)]
-    assert tracked.send("mlflow", lines(config, *records[:2])) == 0
-    assert tracked.send("mlflow", lines(config, *records, {"reason": "finished", "results": {"ndcg": 0.48}})) == 0
+    assert tracker_process.send("mlflow", lines(config, *records[:2])) == 0
+    assert (
+        tracker_process.send("mlflow", lines(config, *records, {"reason": "finished", "results": {"ndcg": 0.48}})) == 0
+    )
     (run,) = server.runs
     assert run.tags == {"gpufleet_run": "mine-r1", "ended": "finished"}
     parameters = [pair for batch in server.batches for pair in batch.get("params", [])]

@@ -1,4 +1,4 @@
-"""`python -m gpufleet.job.supervisor.tracked KIND`: gives W&B or MLflow the lines of JSON that come on standard input
+"""`python -m gpufleet.job.supervisor.tracker_process KIND`: gives W&B or MLflow the lines of JSON that come on standard input
 (tracker.py writes them): the configuration, the lines of metrics.jsonl, and the end with the results.
 
 The libraries are the image's own. What an earlier attempt has sent is not sent again.
