@@ -47,7 +47,7 @@ class Done:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Done:
-        """The document. A doubtful field is empty, because the run is over if the object exists."""
+        """The document. A field that cannot be read is empty, because a run whose object exists is over in any case."""
         return cls(*_texts(tree, "reason", "detail", "instance", "at"))
 
 

@@ -245,7 +245,7 @@ def _document(path: Path) -> dict[str, Any]:
     if tree["schema"] != SCHEMA:
         raise ValueError(
             f"{path}: a run config of schema {reading.show(tree['schema'])}, but this code reads {SCHEMA};"
-            " use its own version"
+            " use the version of gpufleet that wrote it"
         )
     return tree
 

@@ -297,7 +297,7 @@ def _learned(message: dict[str, Any], path: str) -> bool:
     """Whether the model should learn the answer. Raises ValueError for a weight between 0 and 1."""
     for key in LEARNED:
         if message.get(key) not in (None, 0, 1):
-            raise ValueError(f"{path}{key}: {message[key]!r:.60} is neither 1, learned, nor 0, not learned")
+            raise ValueError(f"{path}{key}: {message[key]!r:.60}; allowed: 1 (learned) or 0 (not learned)")
     return 0 not in (message.get(key) for key in LEARNED)
 
 

@@ -47,7 +47,7 @@ def test_mistakes_in_a_file_are_named_with_their_lines(tmp_path: Path) -> None:
     assert r"instruction: \ud83d at character 13 is half of a surrogate pair" in lines[9]
     assert "messages[1].role: system only as the first message" in lines[11]
     assert lines[5].endswith("messages: an answer has no question before it (and in 1 more line, the next is 16)")
-    assert lines[12].endswith("messages[1].weight: 0.5 is neither 1, learned, nor 0, not learned")
+    assert lines[12].endswith("messages[1].weight: 0.5; allowed: 1 (learned) or 0 (not learned)")
     assert r"messages[0].content: \ude00 at character 0 is half" in lines[10]
 
 
