@@ -37,7 +37,7 @@ from werkzeug.serving import BaseWSGIServer, make_server
 from gpufleet.infra.definition.model import Account
 from gpufleet.job.contract import environment
 from gpufleet.rehearsal import account
-from gpufleet.rehearsal.actions import FLEETS
+from gpufleet.rehearsal.aws_answers import FLEETS
 from gpufleet.rehearsal.clock import Clock, SystemClock
 from gpufleet.rehearsal.controller import FleetController
 from gpufleet.rehearsal.environment import past_proxies

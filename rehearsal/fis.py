@@ -16,7 +16,7 @@ from moto.iam.models import iam_backends
 from gpufleet.infra.account import iam_policy
 from gpufleet.infra.account.iam_policy import AccessRequest
 from gpufleet.rehearsal import account
-from gpufleet.rehearsal.actions import FLEETS
+from gpufleet.rehearsal.aws_answers import FLEETS
 
 ACTION = "aws:ec2:send-spot-instance-interruptions"
 _moto_start = FISResponse.start_experiment

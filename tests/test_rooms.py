@@ -59,7 +59,7 @@ ROOMS = {
     ),
     "rehearsal": (
         *("clock", "environment", "timeline", "account", "standins", "launch", "fleet", "imds", "habits"),
-        *("controller", "actions", "schedules", "registry", "gate", "cloud", "handlers", "provider", "inprocess"),
+        *("controller", "aws_answers", "schedules", "registry", "gate", "cloud", "handlers", "provider", "inprocess"),
         *("engine", "scratch", "images", "node", "watch", "evidence", "own", "pace", "plumbing", "report", "block"),
         *("undisturbed", "rehearse", "fis", "canary"),
     ),

@@ -13,9 +13,9 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from gpufleet.infra.account import refusals
+from gpufleet.infra.account.campaign_ledger import LedgerObject
 from gpufleet.infra.errors import AwsRefused
 from gpufleet.infra.program.resources.tags import OWNER_TAG
-from gpufleet.job.supervisor.campaign_ledger import LedgerObject
 from gpufleet.job.supervisor.store import S3Store
 
 CAMPAIGN_TAG = (

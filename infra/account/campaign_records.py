@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpufleet.infra.account.campaign_ledger import LedgerObjects
 from gpufleet.infra.definition.campaign import VALUES, read_values, write_values
 from gpufleet.infra.definition.loader import STACK_NAME
 from gpufleet.job import atomic
 from gpufleet.job.contract.workdir import DONE, METRICS, RECEIPT, RESULTS
-from gpufleet.job.supervisor.campaign_ledger import LedgerObjects
 from gpufleet.job.supervisor.store import ABSENT, TakenError
 
 DRAWN, TRIALS = "drawn/", "trials/"

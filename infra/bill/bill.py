@@ -15,8 +15,8 @@ from gpufleet.infra.bill.options import TypeCost
 from gpufleet.infra.bill.side import Quantiles, Side
 from gpufleet.infra.definition.model import Capacity, Deadline
 from gpufleet.infra.market.market import Market
-from gpufleet.infra.risk.cadence import BestInterval
 from gpufleet.infra.risk.hazard import Hazard
+from gpufleet.infra.risk.save_interval import BestInterval
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,8 +13,8 @@ from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.fit import Fit
 from gpufleet.infra.bill.lines import NOT_PRICED, account_discount
 from gpufleet.infra.bill.side import Side
-from gpufleet.infra.risk.cadence import BestInterval
 from gpufleet.infra.risk.hazard import Hazard
+from gpufleet.infra.risk.save_interval import BestInterval
 from gpufleet.infra.show.sheet import plain
 
 SCHEMA = 1

@@ -18,8 +18,8 @@ from gpufleet.infra.catalog import Price
 from gpufleet.infra.definition.model import Capacity, Fleet, Limits, StackDefinition
 from gpufleet.infra.market import WAYS
 from gpufleet.infra.risk import simulation, unknown
-from gpufleet.infra.risk.cadence import BestInterval, optimal
 from gpufleet.infra.risk.hazard import HAZARD_WORDS, Floats, Hazard, Hazards, find, gather, wait
+from gpufleet.infra.risk.save_interval import BestInterval, optimal
 from gpufleet.infra.risk.unknown import Unknown
 from gpufleet.job.contract.estimate import NoticeEstimate, PhaseEstimate
 from gpufleet.job.kind import JobConfig, batch

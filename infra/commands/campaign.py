@@ -25,6 +25,7 @@ from pathlib import Path
 
 from gpufleet.infra import search
 from gpufleet.infra.account import aws, campaign_bucket, month
+from gpufleet.infra.account.campaign_ledger import CampaignLedger, LedgerLostError, LedgerObject, NotReservedError
 from gpufleet.infra.account.campaign_records import CampaignRecords
 from gpufleet.infra.bill.campaign import price
 from gpufleet.infra.commands import run as run_command
@@ -46,7 +47,6 @@ from gpufleet.infra.envelope import tell
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program import approval
 from gpufleet.infra.review import policy
-from gpufleet.job.supervisor.campaign_ledger import CampaignLedger, LedgerLostError, LedgerObject, NotReservedError
 from gpufleet.job.text import counted
 
 LOOK_S = 60.0  # seconds between two looks at all runs

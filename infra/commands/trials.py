@@ -16,6 +16,7 @@ from typing import Protocol
 
 from gpufleet.infra import search
 from gpufleet.infra.account import aws
+from gpufleet.infra.account.campaign_ledger import CampaignLedger
 from gpufleet.infra.account.campaign_records import OF_RUN, CampaignRecords
 from gpufleet.infra.account.results import earlier_receipt
 from gpufleet.infra.account.stop import ask
@@ -31,7 +32,6 @@ from gpufleet.infra.program.plan import Plan
 from gpufleet.infra.search import TrialProgress
 from gpufleet.job.contract import done as ends
 from gpufleet.job.contract.workdir import DONE, METRICS, RECEIPT
-from gpufleet.job.supervisor.campaign_ledger import CampaignLedger
 
 
 class LimitTooLowError(GpufleetError):

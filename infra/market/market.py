@@ -192,7 +192,7 @@ class Market:
             yield END, stamp(self.block.end), Decimal(self.block.hours), unit
 
     def time_limit(self, max_hours: Decimal, bound_h: float | None) -> tuple[str, str, int, str]:
-        """The limit that ends a node after `bound_h` hours: its key, its value as text, the nodes that share it, its unit."""
+        """The limit that ends a node after `bound_h` hours: its key, its value, the nodes that share it, its unit."""
         if self.block and bound_h == self.block.hours:
             return END, stamp(self.block.end), 1, "hours from its start to 30 minutes before it"
         return MAX_HOURS, str(max_hours), self.nodes, "node-hours"

@@ -33,7 +33,7 @@ from gpufleet.job.contract.messages import AskAgain
 from gpufleet.job.contract.reading import Fields, iso
 from gpufleet.job.contract.spent import KEPT_S, Means, OtherNodes
 from gpufleet.job.contract.workdir import RUN
-from gpufleet.job.node import attempts, container, disks
+from gpufleet.job.node import container, disks, earlier_boots
 from gpufleet.job.node.allowance import LEAST_S, LOOK_S, Allowance
 from gpufleet.job.node.fallback import choose_hand_over, delete_fleet
 from gpufleet.job.node.jobs import Jobs
@@ -169,7 +169,7 @@ class NodeRun:
 
     def _is_futile(self, boots: int) -> bool:
         """Whether the run ends because too many boots in a row made no progress. Several nodes boot at once."""
-        return boots >= attempts.MOST_FUTILE and boots >= attempts.MOST_FUTILE * self._terms().nodes
+        return boots >= earlier_boots.MOST_FUTILE and boots >= earlier_boots.MOST_FUTILE * self._terms().nodes
 
     def _leave_if_over(self) -> None:
         if not self._list():
@@ -206,7 +206,7 @@ class NodeRun:
         for _ in tries(6):  # AWS may refuse a new role for half a minute
             if (keys := self.objects.keys()) is not None:
                 self.keys = keys
-                newest = attempts.newest_manifest(keys)
+                newest = earlier_boots.newest_manifest(keys)
                 self.manifest = None if newest is None else f"{self.settings.run}/{newest}"
                 return True
         return False
@@ -219,11 +219,11 @@ class NodeRun:
             records = self._records()
             if records is None or not self.objects.get_folder(HEARTBEATS, self.folder / HEARTBEATS):
                 self._crash("the attempts cannot be read")
-            boots = attempts.futile_boots(records, self.manifest)
+            boots = earlier_boots.futile_boots(records, self.manifest)
             if self._is_futile(boots):
                 self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress")
             beats = self.folder / HEARTBEATS
-            self.others.hear((record, attempts.beat(beats, record.instance, _set_aside)) for record in records)
+            self.others.hear((record, earlier_boots.beat(beats, record.instance, _set_aside)) for record in records)
         self.record = replace(self.record, manifest_at_boot=self.manifest, capacity=self.hand_over.market)
         self._ask_others()
         if not self._record(self.record):
@@ -234,7 +234,7 @@ class NodeRun:
         cannot be counted and must not be repeated.
         """
         folder = self.folder / ATTEMPTS
-        return attempts.read(folder, _set_aside) if self.objects.get_folder(ATTEMPTS, folder) else None
+        return earlier_boots.read(folder, _set_aside) if self.objects.get_folder(ATTEMPTS, folder) else None
 
     def _ask_others(self) -> bool:
         """Whether AWS answered when other nodes ended; this node's record keeps the times for later nodes."""
@@ -259,8 +259,10 @@ class NodeRun:
             copied = all(there.get_folder(prefix, folder / prefix) for prefix in (ATTEMPTS, HEARTBEATS))
             if not copied or not retry(4, lambda to=folder, of=there: of.get(RUN, to / RUN)):  # type: ignore[misc]
                 self._crash(f"what the stage {stage} has spent cannot be read")
-            records, beats = attempts.read(folder / ATTEMPTS, _set_aside), folder / HEARTBEATS
-            nodes = OtherNodes(own, [(record, attempts.beat(beats, record.instance, _set_aside)) for record in records])
+            records, beats = earlier_boots.read(folder / ATTEMPTS, _set_aside), folder / HEARTBEATS
+            nodes = OtherNodes(
+                own, [(record, earlier_boots.beat(beats, record.instance, _set_aside)) for record in records]
+            )
             of_stage = terms.read(Fields(atomic.read_object(folder / RUN) or {}))
             spent = nodes.total(of_stage)
             usd, seconds = usd + spent[0] + of_stage.fixed_usd, seconds + spent[1]
@@ -416,7 +418,7 @@ class NodeRun:
         records = self._records() if self._record_exit(code, reason) and self._list() else None
         if records is None:
             say("the attempt cannot be counted")  # with several nodes, the other nodes go on and end by themselves
-        elif self._is_futile(boots := attempts.futile_boots(records, self.manifest)):
+        elif self._is_futile(boots := earlier_boots.futile_boots(records, self.manifest)):
             self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress; the last: {reason}")
         ended = ""
         if not self._terms().replaces:

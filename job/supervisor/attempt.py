@@ -747,7 +747,7 @@ class Supervisor:
 
     def _refresh(self) -> None:
         if self.publisher.stages.added and not self.record.now.results:
-            # whatever ends this attempt from now on, it has made progress: job/node/attempts.py
+            # whatever ends this attempt from now on, it has made progress: job/node/earlier_boots.py
             self.record.update(results=True)
         self.record.flush()
         self._ask_price()

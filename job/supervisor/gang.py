@@ -26,7 +26,8 @@ SILENT_S = 600.0  # so many seconds after its last presence a node counts as gon
 # A node is slow if its steps take so many times as long as the others', or if a look at S3 takes it so many seconds. So
 # many of its last steps and looks are compared.
 SLOW, SLOW_LOOK_S, SLOW_STEPS, SLOW_LOOKS = 1.5, 15.0, 20, 5
-# Looks must have succeeded for so many seconds before a node counts as lost. After an outage of S3 every presence is old.
+# Looks must have succeeded for so many seconds before a node counts as lost: after an outage of S3 every presence is
+# old.
 STEADY_S = 15.0
 FENCE_S = 60.0  # a member ends its trainer after so many seconds with neither store nor steps
 PROPOSE_S = 30.0  # the oldest proposes within this time; then any node does

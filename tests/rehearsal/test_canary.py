@@ -28,7 +28,7 @@ from gpufleet.infra.canary.flight import Flight
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence import proofs
 from gpufleet.rehearsal import canary, habits
-from gpufleet.rehearsal.actions import FLEETS
+from gpufleet.rehearsal.aws_answers import FLEETS
 from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.controller import FleetController
 from gpufleet.rehearsal.gate import SECRET, USER_KEY

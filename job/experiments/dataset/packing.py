@@ -163,7 +163,9 @@ def _load(paths: list[Path], row: int) -> NDArray[Any]:
     for path in paths:
         header = read_header(path)
         if header.tokens % row:
-            raise ValueError(f"{path}: {header.tokens} tokens cannot be divided into rows of {row}; prepare the dataset again")
+            raise ValueError(
+                f"{path}: {header.tokens} tokens cannot be divided into rows of {row}; prepare the dataset again"
+            )
         parts.append(np.fromfile(path, dtype=f"<u{header.token_bytes}", offset=HEADER.size).reshape(-1, row))
     return np.concatenate(parts)
 

@@ -12,16 +12,16 @@ from decimal import Decimal
 
 import pytest
 
-from gpufleet.infra.commands.campaign import Campaign, only_driver
-from gpufleet.infra.commands.trials import CampaignTrial, LimitTooLowError, StackTrial
-from gpufleet.infra.definition.campaign import DefinedTrial
-from gpufleet.infra.errors import GpufleetError
-from gpufleet.job.supervisor.campaign_ledger import (
+from gpufleet.infra.account.campaign_ledger import (
     CampaignLedger,
     CampaignReservation,
     LedgerObject,
     NotReservedError,
 )
+from gpufleet.infra.commands.campaign import Campaign, only_driver
+from gpufleet.infra.commands.trials import CampaignTrial, LimitTooLowError, StackTrial
+from gpufleet.infra.definition.campaign import DefinedTrial
+from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.supervisor.store import ABSENT, Entry, StoreError, TakenError
 
 CAMPAIGNS = 1000

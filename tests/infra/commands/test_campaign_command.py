@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from gpufleet.infra.account import aws, campaign_bucket
+from gpufleet.infra.account.campaign_ledger import NAME, CampaignLedger
 from gpufleet.infra.commands import campaign as command
 from gpufleet.infra.commands import cost, report
 from gpufleet.infra.definition.loader import find, load
@@ -24,7 +25,6 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program import approval, pulumi_cli
 from gpufleet.job.contract import metrics
-from gpufleet.job.supervisor.campaign_ledger import NAME, CampaignLedger
 from gpufleet.job.text import stamp
 from gpufleet.rehearsal.clock import ManualClock
 from gpufleet.rehearsal.cloud import Cloud

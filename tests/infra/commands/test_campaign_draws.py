@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from gpufleet.infra.account.campaign_ledger import CampaignLedger
 from gpufleet.infra.account.campaign_records import CampaignRecords
 from gpufleet.infra.commands.trials import CampaignSearch
 from gpufleet.infra.definition import campaign
 from gpufleet.job.contract import metrics
-from gpufleet.job.supervisor.campaign_ledger import CampaignLedger
 from gpufleet.job.supervisor.store import FolderStore
 from tests.infra.command_files import command_file
 

@@ -20,10 +20,10 @@ from mcp import Client
 
 from gpufleet.infra import cli
 from gpufleet.infra.account import aws, campaign_bucket
+from gpufleet.infra.account.campaign_ledger import CampaignLedger
 from gpufleet.infra.commands import mcp
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program import pulumi_cli
-from gpufleet.job.supervisor.campaign_ledger import CampaignLedger
 from gpufleet.rehearsal.cloud import Cloud
 from tests.infra.commands_world import declare_bucket, declare_fleet, pinned, put
 from tests.receipt_tree import receipt

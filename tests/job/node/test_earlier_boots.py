@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpufleet.job.contract.attempt import AttemptRecord
-from gpufleet.job.node.attempts import futile_boots, newest_manifest
+from gpufleet.job.node.earlier_boots import futile_boots, newest_manifest
 
 CRASH: dict[str, Any] = {"exit": {"code": 1, "notice": False}}
 NOTICE: dict[str, Any] = {"exit": {"code": 75, "notice": True}}

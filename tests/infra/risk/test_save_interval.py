@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpufleet.infra.risk.cadence import optimal
 from gpufleet.infra.risk.hazard import Hazard
+from gpufleet.infra.risk.save_interval import optimal
 from gpufleet.infra.risk.simulation import Exposure, simulate
 
 RUN = Exposure(
