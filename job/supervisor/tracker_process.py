@@ -1,5 +1,5 @@
-"""`python -m gpufleet.job.supervisor.tracker_process KIND`: gives W&B or MLflow the lines of JSON that tracker.py writes
-to its standard input: the configuration, the lines of metrics.jsonl, and the end with the results.
+"""`python -m gpufleet.job.supervisor.tracker_process KIND`: gives W&B or MLflow the lines of JSON that tracker.py
+writes to its standard input: the configuration, the lines of metrics.jsonl, and the end with the results.
 
 The libraries are the image's own. What an earlier attempt has sent is not sent again.
 """
