@@ -21,7 +21,7 @@ from gpufleet.job import atomic
 from gpufleet.job.command.places import own_environment
 from gpufleet.job.contract import environment, metrics
 from gpufleet.job.contract.messages import Observed
-from gpufleet.job.contract.workdir import FINAL
+from gpufleet.job.contract.workdir import CODE, FINAL
 from gpufleet.job.kind import JobConfig
 from gpufleet.job.kind.command import CommandConfig
 from gpufleet.job.kind.job import secrets_needed
@@ -111,6 +111,31 @@ def code_is_untouched(before: Listing, root: Path) -> Promise:
         figure = f"{', '.join(changed[:FEW])}{' ...' if changed[FEW:] else ''} changed during the rehearsal, which"
         figure += " ran them as they were before: rehearse again, and do not change shipped files meanwhile"
     return Promise(name="your code's folder", figure=figure, held=not changed)
+
+
+def not_shipped(definition: StackDefinition, root: Path, reason: str) -> str:
+    """A paragraph about the first file that `reason` quotes, if the code's folder has the file and the run does not get
+    it: the cause, and the lines to write. Otherwise empty. Data are often such files, because git ignores them.
+    """
+    if (tree := code.read(definition, root)) is None:
+        return ""
+    for quoted in re.findall(r"'([^'\n]+)'", reason):
+        name = os.path.normpath(quoted.rpartition(f"/{CODE}/")[2] or quoted)
+        path = tree.folder / name
+        shipped = any(f"{file}/".startswith(f"{name}/") for file in tree.files)
+        if shipped or name.startswith(("/", "..")) or not path.exists():
+            continue
+        cause = f"\n{name} is not shipped, because git ignores it, or job.code.exclude names it."
+        data = Path(name) if path.is_dir() else Path(name).parent
+        if data == Path():
+            return cause
+        return (
+            f"{cause} Make {data} an input, which the command reads as {{inputs.data}}. `setup` copies it to where the"
+            " script looks for it:\n"
+            f"  storage: {{inputs: {{data: {os.path.relpath(tree.folder / data, root)}}}}}\n"
+            f"  job: {{setup: 'mkdir -p {data} && cp -r {{inputs.data}}/. {data}'}}"
+        )
+    return ""
 
 
 def doubts(config: CommandConfig) -> Callable[[Observed, int], str]:

@@ -15,6 +15,7 @@ from gpufleet.job import measured
 from gpufleet.job.contract import bucket, metrics
 from gpufleet.job.contract.done import EARLY, FAILURES, Done
 from gpufleet.job.kind.command import CommandConfig
+from gpufleet.rehearsal import own
 from gpufleet.rehearsal.evidence import Rehearsal
 from gpufleet.rehearsal.watch import Watch
 
@@ -30,7 +31,8 @@ def ended(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
     unmet = ", ".join(f"{planned.kind} at step {planned.step}" for planned in watch.planned)
     if done.reason in FAILURES:
         rest = f"\nThe planned interruptions that did not happen: {unmet}." if unmet else ""
-        return GpufleetError(f"{done.detail.removeprefix('the command failed: ')}{rest}")
+        hint = own.not_shipped(rehearsal.definition, rehearsal.root, done.detail)
+        return GpufleetError(f"{done.detail.removeprefix('the command failed: ')}{rest}{hint}")
     if not watch.planned:
         return None
     if done.reason in EARLY:
@@ -38,8 +40,8 @@ def ended(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
             f"{done.reason} ended the run before it could be interrupted as planned ({unmet}): {done.detail}. Fewer or"
             " faster steps, or more under `limits` of the file's `rehearsal` section, leave time for that"
         )
-    own = rehearsal.definition.job.parameters
-    if own.processes == "own" and own.saves and not watch.manifests:
+    parameters = rehearsal.definition.job.parameters
+    if parameters.processes == "own" and parameters.saves and not watch.manifests:
         config = cast(CommandConfig, rehearsal.definition.job.parameters)
         return GpufleetError(
             f"the run ended without a whole checkpoint: no file named {', '.join(config.names)} appeared in"
@@ -52,7 +54,7 @@ def ended(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
     seconds = (ended - began).total_seconds() if began and ended else 0.0
     took_ms = step_ms(view.logged(), seconds * 1000 / max(1, view.last_step))
     count = rehearsed_steps(took_ms)
-    saves = f" with a save every {max(1, count // REHEARSED_SAVES):,}" if own.saves else ""
+    saves = f" with a save every {max(1, count // REHEARSED_SAVES):,}" if parameters.saves else ""
     return GpufleetError(
         f"the run ended before it could be interrupted as planned ({unmet}): its {view.last_step:,} steps took"
         f" {took_ms:.3g} ms each. {count:,} steps{saves} are enough: write that in job.command"

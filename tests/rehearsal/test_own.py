@@ -166,6 +166,28 @@ def test_of_the_codes_folder_what_was_shipped_must_stay_and_a_commit_is_no_matte
     assert changed.figure.startswith("../mine/model.py (gone), ../mine/train.py changed during the rehearsal")
 
 
+def test_a_file_that_a_run_lacks_because_git_ignores_it_is_named_with_the_lines_to_write(tmp_path: Path) -> None:
+    mine, project = tmp_path / "mine", tmp_path / "project"
+    (mine / "data" / "text").mkdir(parents=True)
+    for name in ("train.py", "data/text/train.bin", "vocab.json"):
+        (mine / name).write_text("pass\n")
+    subprocess.run(["git", "init", "-q"], cwd=mine, check=True)
+    (mine / ".gitignore").write_text("*.bin\nvocab.json\n")
+
+    def hint(path: str) -> str:
+        return own.not_shipped(definition(tmp_path), project, f"FileNotFoundError: No such file: {path!r} at step 0")
+
+    assert "storage: {inputs: {data: ../mine/data/text}}" in hint("data/text/train.bin")
+    assert "setup: 'mkdir -p data/text && cp -r {inputs.data}/. data/text'" in hint(
+        "/opt/run/user/code/data/text/train.bin"
+    )
+    assert hint("vocab.json").strip() == (
+        "vocab.json is not shipped, because git ignores it, or job.code.exclude names it."
+    )
+    for absent_or_shipped in ("train.py", "data/text/val.bin", "/data/text/train.bin", "../mine/vocab.json"):
+        assert hint(absent_or_shipped) == ""
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "left"),
     [

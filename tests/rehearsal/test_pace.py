@@ -15,7 +15,7 @@ import pytest
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.contract import metrics
-from gpufleet.rehearsal import pace
+from gpufleet.rehearsal import own, pace
 from gpufleet.rehearsal.watch import Planned
 
 TEXT = """
@@ -70,13 +70,18 @@ def test_the_time_of_a_step_is_the_lines_own_and_never_none() -> None:
         ),
         ("finished", None, r"100 ms each\. 300 steps are enough: write that in job\.command and job\.work of"),
         ("max_hours", {}, r"^max_hours ended the run before .* \(loss at step 40\): the command failed"),
-        ("failed", {}, r"^it does not resume\nThe planned interruptions that did not happen: loss at step 40\.$"),
+        (
+            "failed",
+            {},
+            r"^it does not resume\nThe planned interruptions that did not happen: loss at step 40\. Unshipped$",
+        ),
     ],
 )
 def test_why_an_interruption_never_came(
-    tmp_path: Path, reason: str, manifests: dict[int, str] | None, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, manifests: dict[int, str] | None, said: str
 ) -> None:
     """`manifests`: None of a command that saves nothing."""
+    monkeypatch.setattr(own, "not_shipped", lambda *_: " Unshipped")
     detail = "the command failed: it does not resume"
     body = json.dumps({"reason": reason, "detail": detail, "instance": "i-1", "at": ""}).encode()
     s3 = SimpleNamespace(get_object=lambda **_: {"Body": io.BytesIO(body)})
@@ -95,6 +100,7 @@ def test_why_an_interruption_never_came(
     )
     rehearsal: Any = SimpleNamespace(
         definition=definition(tmp_path, "python train.py", saves=manifests is not None),
+        root=tmp_path,
         cloud=SimpleNamespace(client=lambda _: s3),
     )
     assert re.search(said, str(pace.ended(rehearsal, watch)))
