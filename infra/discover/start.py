@@ -114,7 +114,7 @@ def _of_words(folder: CodeFolder, words: list[str], at: StartedProgram, depth: i
             yield from _of_makefile(folder, goal, [argument for argument in rest if "=" in argument], at, depth)
             return
         elif (name := _joined_path(at.folder, word)) in folder.files and not word.startswith("-"):
-            if name.endswith(".py") or re.match(r"#!.*python", folder.text(name)[:80]):
+            if _is_python(folder, name):
                 yield _script(folder, name, rest, at)
             elif folder.text(name).startswith("#!") or name.endswith(".sh"):
                 yield from _of_script(folder, name, rest, at, depth)
@@ -149,15 +149,22 @@ def _of_python(folder: CodeFolder, launcher: str, words: list[str], at: StartedP
             return
         if word == "-c":
             return
-        if word.endswith(".py") or (not word.startswith("-") and _joined_path(at.folder, word) in folder.files):
+        name = _joined_path(at.folder, word)
+        # a launcher's options may name files of the folder: --config_file cluster.yaml, --hostfile hosts
+        is_script = _is_python(folder, name) if launcher else name in folder.files
+        if word.endswith(".py") or (is_script and not word.startswith("-")):
             at = replace(at, launcher=launcher, processes=_processes(words[:index]) or at.processes)
-            yield _script(folder, _joined_path(at.folder, word), rest, at)
+            yield _script(folder, name, rest, at)
             return
         if not word.startswith("-") and (target := _console_scripts(folder).get(word)):
             module, _, function = target.partition(":")
             at = replace(at, launcher=launcher, function=function, processes=_processes(words[:index]) or at.processes)
             yield _script(folder, folder.module(module, at.roots), rest, at)
             return
+
+
+def _is_python(folder: CodeFolder, name: str) -> bool:
+    return name.endswith(".py") or bool(re.match(r"#!.*python", folder.text(name)[:80]))
 
 
 def _script(folder: CodeFolder, name: str, words: list[str], at: StartedProgram) -> StartedProgram:

@@ -828,6 +828,11 @@ CASES: dict[str, CodeCase] = {
             "job.work.steps": "^40$",
         },
     ),
+    "a launcher's option names a file of the folder, which is not the script": CodeCase(
+        files={"t.py": script("torch.save(net, f'{args.dest}/w-{step}.pt')"), "two.yaml": "num_machines: 2\n"},
+        command="accelerate launch --config_file two.yaml t.py",
+        expects={"job.checkpoint.each": r"^w-\{step\}\.pt$", "job.command": r" t\.py --dest \{checkpoints\}$"},
+    ),
     "a script with a loop of its own tells its step by its own lines": CodeCase(
         files={
             "t.py": "import deepspeed\nengine = deepspeed.initialize(model=net)\nfor step in range(90):\n"
@@ -839,7 +844,7 @@ CASES: dict[str, CodeCase] = {
     ),
     **{
         f"DeepSpeed's engine saves {what}": CodeCase(
-            files={"t.py": script(f"engine.save_checkpoint({given})", **DEEPSPEED)},
+            files={"t.py": script(f"engine.save_checkpoint({given})", **DEEPSPEED), "hosts": "node-1 slots=8\n"},
             command="deepspeed --hostfile hosts --num_nodes 2 t.py",
             expects={
                 "job.command": r" t\.py --dest \{checkpoints\}$",
