@@ -89,7 +89,8 @@ def _printed(site: Site, values: Values) -> list[Piece]:
         bound = (node for node, _ in values.bound(chain, first, site.scope))
         first = next((node for node in bound if isinstance(node, ast.expr) and (pieces(node) or _items(node))), first)
     if items := _items(first):
-        return [] if more else _of_dictionary(items, '"' if is_json else "'")
+        # trackers such as wandb.log({...}) print nothing
+        return [] if more or site.name == "log" else _of_dictionary(items, '"' if is_json else "'")
     if more and _PRINTS_ALL.fullmatch(site.name):
         return [piece for argument in site.call.args for piece in (" ", *(pieces(argument) or [(argument, "")]))][1:]
     if more and isinstance(text := literal(first), str):  # logging.info("step %d", step)

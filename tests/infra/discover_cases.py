@@ -828,6 +828,15 @@ CASES: dict[str, CodeCase] = {
             "job.work.steps": "^40$",
         },
     ),
+    "what a tracker gets is not printed": CodeCase(
+        files={
+            "t.py": "import torch, wandb\nfor epoch in range(90):\n    for batch in data:\n        loss.backward()\n"
+            "    print(f'epoch {epoch}:', figures)\n"
+            "    wandb.log({'train_loss': loss.item(), 'epoch': epoch})\n    torch.save(net, f'w-{epoch}.pt')\n"
+        },
+        command="python t.py",
+        expects={"job.progress.stdout": r"^\['epoch\\\\s\+\(\?P<step>"},
+    ),
     "a launcher's option names a file of the folder, which is not the script": CodeCase(
         files={"t.py": script("torch.save(net, f'{args.dest}/w-{step}.pt')"), "two.yaml": "num_machines: 2\n"},
         command="accelerate launch --config_file two.yaml t.py",
