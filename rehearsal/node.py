@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,15 +154,21 @@ class NodeRunner:
         if self._docker is not None and self.nodes:
             self._docker.give_back(self.folder)
 
-    def _signal_trainer(self, instance: CloudInstance, number: signal.Signals) -> None:
-        trainers = {f"\0{config.module}\0".encode() for config in EXPERIMENTS.values()}
-        for pid in _marked(instance.id):
+    def cpu_s(self, instance: CloudInstance) -> dict[tuple[int, str], float]:
+        """Seconds of CPU that each process of the node's trainer, with its children that have ended, has used, by
+        process id and program. Empty with Docker, and except on Linux.
+        """
+        used = {}
+        for pid in _trainers(instance.id):
             with contextlib.suppress(OSError):
-                here = Path("/proc") / str(pid)
-                of_command = f"{COMMAND['checkpoints']}=".encode() in (here / "environ").read_bytes()
-                words = (here / "cmdline").read_bytes()
-                if of_command or any(module in words for module in trainers):
-                    os.kill(pid, number)
+                name, _, fields = (Path("/proc") / str(pid) / "stat").read_text().partition(" (")[2].rpartition(") ")
+                used[pid, name] = sum(map(int, fields.split()[11:15])) / os.sysconf("SC_CLK_TCK")
+        return used
+
+    def _signal_trainer(self, instance: CloudInstance, number: signal.Signals) -> None:
+        for pid in _trainers(instance.id):
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
 
     def _watch(self, node: RehearsalNode) -> None:
         """Tells the cloud when the node's operating system has shut down."""
@@ -229,3 +235,15 @@ def _marked(instance_id: str) -> list[int]:
             if f"GPUFLEET_NODE={instance_id}\0".encode() in entry.read_bytes():
                 processes.append(int(entry.parent.name))
     return processes
+
+
+def _trainers(instance_id: str) -> Iterator[int]:
+    """Ids of the processes that train on the node: a command's, or a ready-made job's."""
+    modules = {f"\0{config.module}\0".encode() for config in EXPERIMENTS.values()}
+    for pid in _marked(instance_id):
+        with contextlib.suppress(OSError):
+            here = Path("/proc") / str(pid)
+            of_command = f"{COMMAND['checkpoints']}=".encode() in (here / "environ").read_bytes()
+            words = (here / "cmdline").read_bytes()
+            if of_command or any(module in words for module in modules):
+                yield pid

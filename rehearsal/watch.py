@@ -90,6 +90,8 @@ BUCKET_S = 1.0
 HELD_S = 6.0  # more seconds than a node may take to see a notice
 PATIENCE_S = 3.0  # seconds for which a node must look wrong before that counts
 STALLED_S = 150.0  # seconds without news after which the run counts as hanging
+QUIET_S = 30.0  # after so many seconds without news the watch says what computes: a compiler may print nothing
+COMPUTES = 0.1  # a process computes if it uses this share of a CPU
 WORK_FOLDERS = ("opt/dlami/nvme/gpufleet/run", "scratch/run", "opt/gpufleet/run")  # job/node/disks.py
 _TOLD = re.compile(r"attempt failed|the run is over|fleet .* deleted|starting the container|timer:")
 _STEP = re.compile(r"^step \d+/\d+ \|")
@@ -147,6 +149,7 @@ class NodeView:
     signalled: set[int] = field(default_factory=set)
     held_until: float | None = None  # time.monotonic() by which its trainer must continue
     observed: Observed = field(default_factory=Observed)  # what the host has observed of its command
+    cpu_s: dict[tuple[int, str], float] = field(default_factory=dict)  # NodeRunner.cpu_s, when it was looked at last
     doubted_at: float | None = None  # time.monotonic() at which something began to look wrong
 
     @property
@@ -203,7 +206,7 @@ class Watch:
         # nodes and their interruptions, with the generation that each ended
         self.taken: list[tuple[NodeView, int]] = []
         self._s3 = cloud.client("s3")
-        self._news = time.monotonic()
+        self._news = self._looked_at = time.monotonic()
         self._bucket_at = 0.0
 
     def run(self, *, check: Callable[[], None] = lambda: None) -> None:
@@ -220,11 +223,25 @@ class Watch:
             self._checkpoints()
             if self.cloud.trouble is not None:
                 raise RunFailedError(f"a node cannot be started on this machine: {self.cloud.trouble}")
+            self._computing()
             if time.monotonic() - self._news > STALLED_S:
                 logs = f"; the nodes' logs are in {self.runner.folder}\n{self._last_lines()}"
                 raise RunFailedError(f"nothing new for {STALLED_S:.0f} s{logs}".rstrip())
             time.sleep(POLL_S)
         self._checkpoints(at_once=True)
+
+    def _computing(self) -> None:
+        """Tells which programs of a silent node's trainer compute. While one does, the run is slow, not stuck."""
+        now = time.monotonic()
+        since, is_quiet = now - self._looked_at, now - self._news >= QUIET_S
+        if since < QUIET_S:
+            return
+        self._looked_at = now
+        for view in self.views.values():
+            before, view.cpu_s = view.cpu_s, {} if view.ended else self.runner.cpu_s(view.node.instance)
+            busy = {name for (pid, name), s in view.cpu_s.items() if s - before.get((pid, name), 0) > COMPUTES * since}
+            if is_quiet and busy:
+                self._tell("computes", f"{view.name}: prints nothing, but {', '.join(sorted(busy))} computes")
 
     def _last_lines(self) -> str:
         """The last lines of each existing node, from its container or, before there is one, from its boot."""

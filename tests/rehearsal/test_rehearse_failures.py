@@ -329,6 +329,24 @@ def test_a_run_that_falls_silent_shows_what_each_node_said_last(
     assert sorted([lines[first + 1 : second], lines[second + 1 :]], key=len) == said
 
 
+# A command that prints nothing for longer than the silence that counts, but computes, as a compiler does.
+COMPUTES = """#!/bin/bash
+GPUFLEET_CHECKPOINTS=x timeout 12 sh -c 'while :; do :; done'
+exit 3
+"""
+
+
+def test_a_command_that_computes_is_not_silent(cloud: Cloud, watch: Watching, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpufleet.rehearsal.watch.STALLED_S", 6.0)
+    monkeypatch.setattr("gpufleet.rehearsal.watch.QUIET_S", 2.0)
+    fleet(cloud, template(cloud, user_data=COMPUTES))
+    watched = watch()
+    with pytest.raises(RunFailedError, match="the node script ended with 3"):
+        watched.run()
+    told = {moment.text for moment in watched.timeline.select("computes")}
+    assert told == {"node 1: prints nothing, but sh computes"}
+
+
 # A node that boots for longer than the silence that counts, and says so on the way.
 SLOW = """#!/bin/bash
 for each in $(seq 12); do echo "pulls layer $each"; sleep 1; done
