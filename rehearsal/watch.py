@@ -22,6 +22,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program.resources.tags import RUN_TAG
 from gpufleet.job import atomic
 from gpufleet.job.command.host import SETUP_BEGINS, SETUP_ENDS
+from gpufleet.job.command.output import OF_OTHERS, CauseOfEnd
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.aws import SWITCH
 from gpufleet.job.contract.messages import Observed
@@ -96,6 +97,7 @@ WORK_FOLDERS = ("opt/dlami/nvme/gpufleet/run", "scratch/run", "opt/gpufleet/run"
 _TOLD = re.compile(r"attempt failed|the run is over|fleet .* deleted|starting the container|timer:")
 _STEP = re.compile(r"^step \d+/\d+ \|")
 _WAITS = re.compile(r"waiting for AWS to end this machine")
+_BEGINS = re.compile(r" supervisor: generation \d+: ")
 _ASKED = re.compile(r" host: SIG[A-Z0-9]+ to \d+ processes$")
 
 
@@ -163,6 +165,14 @@ class NodeView:
     def last_lines(self) -> list[str]:
         """The end of its container's log."""
         return _lines(self.node.container_log)[-TAIL:]
+
+    def cause(self) -> str:
+        """The exception with which its command's last start has ended; empty if there is none."""
+        cause = CauseOfEnd()
+        for line in _lines(self.node.container_log):
+            cause = CauseOfEnd() if _BEGINS.search(line) else cause
+            cause.take(line, tells_step=False)
+        return cause.text
 
 
 class Begun(NamedTuple):
@@ -387,11 +397,21 @@ class Watch:
             self._news = time.monotonic()
             message = line.partition(" ")[2]
             if "attempt failed" in message:
-                raise RunFailedError("\n".join([f"{view.name}: {message}", *view.last_lines()]))
+                raise RunFailedError(self._why_failed(view, message))
             if _WAITS.search(message) and view.node.instance.notice_at is not None:
                 view.node.instance.terminate_at = self.cloud.clock.now()  # waiting would show nothing
             if _TOLD.search(message):
                 self._tell("boot", f"{view.name}: {message}", node=view.node.instance.id)
+
+    def _why_failed(self, view: NodeView, message: str) -> str:
+        """The failure with the node's last lines. If its exception only says that another node's rank is gone, the
+        other node's own exception instead.
+        """
+        if OF_OTHERS.search(view.cause()):
+            for other in self.views.values():
+                if not other.ended and (cause := other.cause()) and not OF_OTHERS.search(cause):
+                    return "\n".join([f"{other.name}: {cause}", *other.last_lines()])
+        return "\n".join([f"{view.name}: {message}", *view.last_lines()])
 
     def _container_log(self, view: NodeView) -> None:
         for line in view.tail.new(view.node.container_log):

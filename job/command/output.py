@@ -26,6 +26,10 @@ SURVIVED = 3  # an exception with this many steps after it did not end the comma
 
 EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?::|$)")
 LAUNCHERS_OWN = re.compile(r"(ChildFailed|CalledProcess)Error|Process(Exited|Raised)Exception|SignalException")
+# exceptions of a rank that only say that another rank is gone
+OF_OTHERS = re.compile(
+    r"Connection (closed|reset|refused)|remote (worker|process)|Rendezvous\w*Error|Dist(Store|Network)Error|Broken pipe"
+)
 CHAINED = re.compile(r"(During handling of|The above exception was the direct cause)")
 NCCL = re.compile(
     r"(?:\[Rank (?P<rank>\d+)\].*)?Watchdog caught collective operation timeout: \w+\((?:.*OpType=(?P<what>\w+))?.*"

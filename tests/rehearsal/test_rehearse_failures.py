@@ -554,3 +554,30 @@ sleep 5000
         RunFailedError, match="node 1: attempt failed: the container ended with 1\nValueError: no such key"
     ):
         watch().run()
+
+
+# Two nodes of which one's rank fails, and the other, which ends first, only loses its connection.
+OF_TWO = """#!/bin/bash
+mkdir -p "$GPUFLEET_ROOT/opt/gpufleet"
+say() { echo "$1" >>"$GPUFLEET_ROOT/opt/gpufleet/container.log"; }
+mkdir "$GPUFLEET_ROOT/../first" 2>/dev/null && lost=yes
+say "[rank1]: KeyError: of the generation before"
+say "12:00:00 supervisor: generation 2: a, b; this node ${lost:-fails}"
+if [[ $lost ]]; then
+  until [[ -d $GPUFLEET_ROOT/../second ]]; do sleep 0.1; done
+  say "[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:1"
+  echo "2026-11-21T12:00:00Z attempt failed: the container ended with 1"
+else
+  say "[rank1]: ValueError: no such path"
+  say "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"
+  mkdir "$GPUFLEET_ROOT/../second"
+fi
+sleep 5000
+"""
+
+
+def test_a_failure_of_another_node_s_rank_is_the_reason(cloud: Cloud, watch: Watching) -> None:
+    two = {"TotalTargetCapacity": 2, "DefaultTargetCapacityType": "spot"}
+    fleet(cloud, template(cloud, user_data=OF_TWO), TargetCapacitySpecification=two)
+    with pytest.raises(RunFailedError, match=r"^node \d: \[rank1\]: ValueError: no such path\n"):
+        watch().run()
