@@ -242,16 +242,15 @@ class Watch:
 
     def _computing(self) -> None:
         """Tells which programs of a silent node's trainer compute. While one does, the run is slow, not stuck."""
-        now = time.monotonic()
-        since, is_quiet = now - self._looked_at, now - self._news >= QUIET_S
+        since, is_quiet = time.monotonic() - self._looked_at, self._news <= self._looked_at
         if since < QUIET_S:
             return
-        self._looked_at = now
         for view in self.views.values():
             before, view.cpu_s = view.cpu_s, {} if view.ended else self.runner.cpu_s(view.node.instance)
             busy = {name for (pid, name), s in view.cpu_s.items() if s - before.get((pid, name), 0) > COMPUTES * since}
             if is_quiet and busy:
                 self._tell("computes", f"{view.name}: prints nothing, but {', '.join(sorted(busy))} computes")
+        self._looked_at = time.monotonic()
 
     def _last_lines(self) -> str:
         """The last lines of each existing node, from its container or, before there is one, from its boot."""
