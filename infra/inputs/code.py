@@ -201,6 +201,8 @@ def files_in(folder: Path) -> Iterator[tuple[str, Path]]:
 def _repositories(folder: Path, above: str = "") -> Iterator[tuple[str, Path, set[str]]]:
     """Yields (prefix of names, folder, names) for the folder and for each repository nested in it."""
     listed = git.ask(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if listed == b"./\0":  # the parent's word for a submodule that is not checked out
+        listed = None
     names = {os.fsdecode(name) for name in listed.split(b"\0") if name} if listed else set(_walk(folder))
     environments = tuple(name.removesuffix(_ENVIRONMENT) for name in names if name.endswith(f"/{_ENVIRONMENT}"))
     names = {

@@ -87,6 +87,16 @@ def test_a_look_at_a_repository_leaves_its_index_as_it_is(tmp_path: Path) -> Non
     assert state(folder) == before
 
 
+@pytest.mark.parametrize("there", [{}, {"part/unpacked.py": "2"}])
+def test_a_submodule_that_is_not_checked_out_is_a_folder_like_any(tmp_path: Path, there: dict[str, str]) -> None:
+    folder = mine(tmp_path, {"train.py": "1", **there})
+    (folder / "part").mkdir(exist_ok=True)
+    git(folder, "init", "-q")
+    git(folder, "update-index", "--add", "--cacheinfo", f"160000,{'1' * 40},part")
+
+    assert shipped(tmp_path) == {"train.py", *there}
+
+
 def test_without_a_repository_all_is_shipped_but_caches_and_virtual_environments(tmp_path: Path) -> None:
     mine(
         tmp_path, {"train.py": "1", "a/b.py": "2", "__pycache__/x.pyc": "", "venv/pyvenv.cfg": "", "venv/lib/x.py": ""}
