@@ -25,15 +25,18 @@ class Framework:
     version: str
     imports: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
-    classes: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
     form: str = ""
     format: FormatName | None = None
     each: tuple[str, ...] = ()
+    each_step: tuple[str, ...] = ()
     complete: str = ""
     rewritten: bool = False
     named: bool = False
     folder: str = ""
+    inside: str = ""  # the setting that names the folder of the checkpoints themselves
+    moved_by: str = ""  # the keyword with which a script puts `folder` elsewhere
+    mutes: str = ""  # what prints no line into a pipe, in place of the lines of `progress`
     also: tuple[str, ...] = ()
     out: tuple[str, ...] = ()
     steps: tuple[str, ...] = ()
@@ -80,12 +83,10 @@ def framework_of(reach: Reach | None, start: StartedProgram) -> Framework | None
             return replace(row, resume="" if command & set(row.begin_anew) else row.resume, counts_tokens=by_tokens)
     if reach is None:
         return None
-    distances = {row: _distance(reach, row) for row in frameworks() if not row.classes}
+    distances = {row: _distance(reach, row) for row in frameworks()}
     near = sorted((far, index, row) for index, (row, far) in enumerate(distances.items()) if far is not None)
-    if near:
-        row = near[0][2]
-        return replace(row, form="", resume="") if row.programs else row
-    return next((row for row in frameworks() if set(row.classes) & set(reach.by_name)), None)
+    nearest = near[0][2] if near else None
+    return replace(nearest, form="", resume="") if nearest is not None and nearest.programs else nearest
 
 
 def _distance(reach: Reach, row: Framework) -> int | None:

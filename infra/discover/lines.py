@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
+from functools import partial
 
 from gpufleet.infra.discover.reach import Reach, Site, called, dotted, walk
 from gpufleet.infra.discover.saves import loop_unit
@@ -14,6 +15,9 @@ from gpufleet.infra.discover.values import Piece, Values, braced, joined, percen
 NUMBER = r"(?:[-+]?[\d.]+(?:e[-+]?\d+)?|nan|[-+]?inf)"
 COUNTED = ("step", "epoch", "batch", "total", "batches")
 BAR = r"\d+%\|[^|]*\| *(?P<{count}>\d+)/(?P<{total}>\d+) \["
+METER = r" *\[ *(?P<{count}>\d+)/(?P<{total}>\d+)\]"
+_METERS = {"log_every": (2, "header"), "ProgressMeter": (2, "prefix")}  # where a meter is given the text before it
+_TELLS = ("set_description", "set_description_str", "set_postfix")  # methods that change the text of a bar
 _TOTALS = {"step": "total", "batch": "batches"}
 _PRINTS = re.compile(r"\w*print\w*|info|log|echo|warning|debug|log_(string|info|msg)|logging|set_description")
 _PRINTS_ALL = re.compile(r"\w*print\w*")  # print each argument, with blanks between
@@ -26,6 +30,8 @@ _NO_PROGRESS = re.compile(
     re.IGNORECASE,
 )
 _NO_COUNT = re.compile(r"max|total_|\bnum_(?!update|iter)|\bn_|len\(|\blr\b|rate|_per_|/sec|speed|start|loss|time")
+_SAVED = re.compile(r"\b(sav(ed|ing)|loaded)\b", re.IGNORECASE)
+_OF_ALL = re.compile(r"global|complet|total")  # a step of the whole training
 _COUNT_WORDS = re.compile(r"(step|iter|epoch|update|iteration|it)s?\W*$", re.IGNORECASE)  # directly before a number
 # For each figure: words that its name, or the text before it, must have, and words that they must not have.
 _FIGURES = (
@@ -65,18 +71,21 @@ def find_lines(reach: Reach, values: Values) -> list[PrintedLine]:
         is_output = into is None or dotted(into) in ("sys.stdout", "sys.stderr")
         if site.call.args and is_output and (_PRINTS.fullmatch(site.name) or is_bars_own):
             regex = _line(_printed(site, values), site, values)
-        elif site.name in _BARS:
-            regex = _bar(site, values)
+        elif site.name in (*_BARS, *_METERS):
+            regex = _bar(site, reach, values)
         if regex:
             names = " ".join((site.scope.file, *(function.name for function in site.scope.functions))).lower()
+            names += regex.partition("%")[0].lower() if site.name in _BARS else ""
             line = PrintedLine(regex=regex, where=site.where, is_of_training=not _NO_TRAINING.search(names))
             lines.setdefault(regex, line)
-    return sorted(lines.values(), key=_order)
+    return sorted(lines.values(), key=partial(_order, reach.entry))
 
 
-def _order(line: PrintedLine) -> tuple[int, ...]:
+def _order(entry: str, line: PrintedLine) -> tuple[int, ...]:
     fine, groups = {"step": 0, "batch": 1, "epoch": 2}[line.counts], line.groups
-    return (not line.is_of_training, len(groups) < 2, "loss" not in groups, fine, "val" in groups, -len(groups))
+    elsewhere = not line.where.startswith(f"{entry}:")
+    known = ("loss" not in groups, fine, "val" in groups, elsewhere, -len(groups))
+    return (not line.is_of_training, len(groups) < 2, *known)
 
 
 def _printed(site: Site, values: Values) -> list[Piece]:
@@ -125,6 +134,21 @@ def _line(several: list[Piece], site: Site, values: Values) -> str:
     """The regular expression of one printed line, up to its last useful figure; empty if the line has neither step nor
     epoch.
     """
+    text, used, last, says_what = _text(several, site, values)
+    has_figure = {"loss", "val", "step_ms"} & set(used)
+    is_progress = (has_figure and not _SAVED.search(text)) or (
+        (says_what or len(used) > 1) and not _NO_PROGRESS.search(text)
+    )
+    is_counted = "step" in used or ("epoch" in used and ("batch" not in used or "batches" in used))
+    text = re.sub(r"^(\\s\+|\.\*\?)+", "", text[:last])
+    is_plain = re.search(r"[A-Za-z\[/:|]", re.sub(r"\(\?P<\w+>[^)]*\)|\\[sd]", "", text)) and "\\n" not in text
+    return text if is_progress and is_counted and is_plain else ""
+
+
+def _text(several: list[Piece], site: Site, values: Values) -> tuple[str, list[str], int, bool]:
+    """The regular expression of a printed text, its groups, where the last of them ends, and whether a word before a
+    number says what it counts.
+    """
     text, used, last, says_what = "", list[str](), 0, False
     several = list(joined(several))
     for before, piece, after in zip(["", *several], several, [*several[1:], ""], strict=False):
@@ -143,12 +167,7 @@ def _line(several: list[Piece], site: Site, values: Values) -> str:
             last = len(text)
         else:
             text += ".*?"
-    has_figure = {"loss", "val", "step_ms"} & set(used)
-    is_progress = has_figure or ((says_what or len(used) > 1) and not _NO_PROGRESS.search(text))
-    is_counted = "step" in used or ("epoch" in used and ("batch" not in used or "batches" in used))
-    text = re.sub(r"^(\\s\+|\.\*\?)+", "", text[:last])
-    is_plain = re.search(r"[A-Za-z\[/:|]", re.sub(r"\(\?P<\w+>[^)]*\)|\\[sd]", "", text)) and "\\n" not in text
-    return text if is_progress and is_counted and is_plain else ""
+    return text, used, last, says_what
 
 
 def _group(value: ast.expr | None, before: str, after: str, used: list[str], site: Site, values: Values) -> str:
@@ -162,7 +181,11 @@ def _group(value: ast.expr | None, before: str, after: str, used: list[str], sit
     near = re.split(r"[,|;]", before.rstrip(" :=|([#").lower())[-1][-24:]
     counted = _counted(value, named, near, "epoch" in used, site, values)
     is_part = "epoch" in used and "batch" not in used and re.match(r"\s*(/|of )", after)
-    if is_part and (counted == "step" or (re.search(r"[\[(|] *$", before) and "epoch" not in named)):
+    if (
+        is_part
+        and not _OF_ALL.search(named)
+        and (counted == "step" or (re.search(r"[\[(|] *$", before) and "epoch" not in named))
+    ):
         counted = "batch"  # a total: rows, or batches of the epoch
     if counted and counted not in used:
         return counted
@@ -184,6 +207,8 @@ def _counted(value: ast.expr | None, named: str, near: str, in_epoch: bool, site
         counted = unit(plain)
     loops = [node for node in site.around if isinstance(node, ast.For)]
     if isinstance(value, ast.Name):
+        if any(called(node) == "len" for node, _ in values.bound(value.id, value, site.scope)):
+            return ""  # as many as there are
         own = [loop for loop in loops if value.id in (n.id for n in walk(loop.target) if isinstance(n, ast.Name))]
         kind = values.kinds(value, site.scope) if counted is None and own else None
         counted = counted or ("epoch" if kind == "step" and near.strip() == "epoch" else kind)
@@ -201,8 +226,10 @@ def _goes_on(loop: ast.For) -> bool:
     return any(not isinstance(start, ast.Constant) for start in starts)
 
 
-def _bar(site: Site, values: Values) -> str:
-    """The pattern of a progress bar over steps or epochs, or over batches if the bar's text names the epoch."""
+def _bar(site: Site, reach: Reach, values: Values) -> str:
+    """The pattern of a progress bar, or of the like of DETR's MetricLogger and PyTorch's ProgressMeter: over steps or
+    epochs, or over batches if the text before it names the epoch.
+    """
     loop = next(
         (
             statement
@@ -218,18 +245,28 @@ def _bar(site: Site, values: Values) -> str:
     if count is None and over is None and total is not None:
         count = "step" if re.search(r"step|iter", ast.unparse(total).lower()) else None
     if count is None and ranges and ranges[0].args:
-        count = unit(ast.unparse(ranges[0].args[-1]))
-    prefix, tells_epoch = "", False
-    for piece in pieces(site.keyword("desc")):
-        if isinstance(piece, str):
-            prefix += re.sub(r"\s+", r"\\s+", re.escape(piece).replace("\\ ", " "))
-        elif piece[0] is not None and not tells_epoch and unit(ast.unparse(piece[0])) == "epoch":
-            prefix, tells_epoch = prefix + r"(?P<epoch>\d+)", True
-        else:
-            prefix += ".*?"
-    count = count or ("batch" if tells_epoch else None)
-    wrong = count is None or (count == "epoch" and tells_epoch) or (count == "batch" and not tells_epoch)
+        count = unit(ast.unparse(ranges[0].args[-1]).replace("max_", ""))
+    meter = _METERS.get(site.name)
+    beside = [other for name in _TELLS for other in reach.by_name.get(name, []) if _is_beside(other, site)]
+    descriptions = [other.argument(0, "desc") for other in beside if other.name != "set_postfix"]
+    words = site.argument(*meter) if meter else next(iter(descriptions), site.keyword("desc"))
+    several = (
+        [words, *(node for node, _ in values.bound(dotted(words), words, site.scope))] if words is not None else []
+    )
+    prefix, used, _, _ = _text(next(filter(None, map(pieces, several)), []), site, values)
+    if meter or count is None:
+        count = "batch" if "epoch" in used else "step" if meter and prefix else None
+    wrong = count is None or count in used or (count == "batch" and "epoch" not in used)
     if wrong or not _TRAINS.search(ast.unparse(body)):
         return ""
-    bar = BAR.format(count=count, total=_TOTALS.get(str(count), "x")).replace("(?P<x>", "(?:")
-    return f"{prefix}:?\\s*{bar}" if prefix else rf"^\s*{bar}"
+    counted = (METER if meter else BAR).format(count=count, total=_TOTALS.get(str(count), "x"))
+    posted = " ".join(ast.unparse(other.call) for other in beside if other.name == "set_postfix")
+    key = re.search(r"['\"( ](?!\w*(?:val|test))(\w*[Ll]oss\w*)['\"]?(?:=|: )", posted)
+    name = r"[Ll]oss:? +" if meter else rf"\b{key[1]}=" if key is not None else ""
+    loss = f"(?:.*?{name}(?P<loss>{NUMBER}))?" if name and "loss" not in used else ""
+    start = "" if meter else ":?\\s*" if prefix else r"^\s*"
+    return prefix + start + counted.replace("(?P<x>", "(?:") + loss
+
+
+def _is_beside(other: Site, site: Site) -> bool:
+    return (other.scope.file, other.scope.functions) == (site.scope.file, site.scope.functions)

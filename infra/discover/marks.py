@@ -10,7 +10,13 @@ CHECK = re.compile(r"# CHECK\b")
 # How a launcher's number of processes per node is written, and frameworks that start processes by themselves.
 PROCESSES = re.compile(
     r"(?<!\S)(?P<flag>--nproc[-_]per[-_]node|--num[-_]processes|--num[-_]gpus|--nproc|--(?:trainer\.)?devices|--n?gpus"
-    r"|(?:mpirun|mpiexec|horovodrun|srun)\b[^;&|]*?\s-np?|trainer\.devices)(?P<between>[= ]\s*)(?P<count>[^\s]+)"
+    r"|(?:mpirun|mpiexec|horovodrun|srun)\b[^;&|]*?\s-np?|trainer\.devices)(?P<between>[= ]\s*)"
+    r"(?P<count>\d+(?=\s|$)|gpu|auto|[\"'{$][^\s]*)"
+)
+# GPUs by their numbers, each of which gets a process: 0,1,2 or cuda:0 cuda:1
+_LISTED = re.compile(
+    r"(?<!\S)(?:--(?:devices?|gpus?|gpu[-_]ids?)[= ] *|CUDA_VISIBLE_DEVICES=)"
+    r"(?P<gpus>(?:cuda:)?\d+(?:[ ,](?:cuda:)?\d+)+)(?=\s|$)"
 )
 _SHOWN = 6  # most line numbers in a sentence
 
@@ -39,6 +45,10 @@ def processes_in(command: str) -> re.Match[str] | None:
 
 
 def processes_asked(command: str) -> int | None:
-    """The plain number of processes that a command starts per node; None if the command has {gpus}, or no number."""
-    match = processes_in(command)
+    """The number of processes that a command starts per node, which it states or of which it lists the GPUs; None if
+    the command has {gpus}, or neither.
+    """
+    match, listed = processes_in(command), _LISTED.search(command)
+    if match is None and listed is not None:
+        return len(re.split("[ ,]", listed["gpus"]))
     return int(match["count"]) if match and match["count"].isdigit() else None

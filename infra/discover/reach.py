@@ -12,6 +12,7 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from gpufleet.infra.discover.source import CodeFolder
 
@@ -194,9 +195,25 @@ class Reach:
         return ".".join(filter(None, (module, there))) + dot + rest
 
     def calls_of(self, function: Function, scope: Scope) -> list[Site]:
-        """The calls outside of `function` that may call it; for a method `__init__`, the calls of its class."""
-        name = scope.cls.name if scope.cls is not None and function.name == "__init__" else function.name
-        return [site for site in self.by_name.get(name, ()) if function not in site.scope.functions]
+        """The calls outside of `function` that may call it; for a method `__init__`, the calls of its class, and for
+        `__call__` those of the names of its objects.
+        """
+        names = {function.name}
+        if scope.cls is not None and function.name == "__init__":
+            names = {scope.cls.name}
+        elif scope.cls is not None and function.name == "__call__":
+            names = self._objects[scope.cls.name]
+        sites = (site for name in names for site in self.by_name.get(name, ()))
+        return [site for site in sites if function not in site.scope.functions]
+
+    @cached_property
+    def _objects(self) -> dict[str, set[str]]:
+        """The names to which reached code assigns what a call returns, by the called name."""
+        objects: dict[str, set[str]] = defaultdict(set)
+        for unit, _ in self.units:
+            for name, value in assignments(walk(unit)):
+                objects[called(value)].add(name.rpartition(".")[2])
+        return objects
 
     def passed(self, function: Function, scope: Scope, name: str) -> Iterator[tuple[ast.expr, Site]]:
         """The arguments that calls of a function give for one of its parameters."""
@@ -220,7 +237,9 @@ class Reach:
                     self._visit(decorator, scope, ())
                 continue
             if isinstance(child, Function):
-                inner, outer = Scope(scope.file, (*scope.functions, child), scope.cls), ()
+                # a function that another defines in its loop runs there
+                inner = Scope(scope.file, (*scope.functions, child), scope.cls)
+                outer = around if scope.functions else ()
             elif isinstance(child, _AROUND):
                 outer = (*around, child)
             self._scan(child, scope)

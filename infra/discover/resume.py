@@ -56,10 +56,10 @@ def find_resume(
             return Finding(_resume_words(reach, setting), setting.where), None
     if row is not None and row.resume:
         return Finding(row.resume, row.name), None
-    return None, _by_itself(reach, saves, chosen)
+    return None, _by_itself(reach, values, saves, chosen)
 
 
-def _by_itself(reach: Reach, saves: Saves, chosen: CodeSave | None) -> Finding | None:
+def _by_itself(reach: Reach, values: Values, saves: Saves, chosen: CodeSave | None) -> Finding | None:
     """The place where the script reads a checkpoint of its own before the loop in which it saves."""
     if chosen is None or not chosen.parts:
         return None
@@ -72,6 +72,9 @@ def _by_itself(reach: Reach, saves: Saves, chosen: CodeSave | None) -> Finding |
         is_there = is_there and (is_listed or endings[0] == endings[1])
         same = parts == chosen.parts or (is_there and site.name in ("glob", "load"))
         if same and loops[-1] not in site.around and _is_before(reach, site, loops[-1], chosen):
+            folder = chosen.parts[0].name if isinstance(chosen.parts[0], Hole) else ""
+            if values.never_runs(site, folder):
+                return None  # a setting would have to be on
             return Finding(f"it reads {shown(chosen)} by itself", site.where)
     return None
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from gpufleet.infra.discover.reach import Function, Reach, Scope, Site, assignments, called, dotted, walk
+from gpufleet.infra.discover.settings import Setting
 from gpufleet.infra.discover.values import Hole, Kind, Parts, Span, Values, loop_range, unit
 
 OWNER = -1  # in place of an argument's position: the call is a method of the path, or of the file at the path
@@ -35,10 +36,11 @@ _LOADS = re.compile(
 )
 _WRITES = re.compile(r"open\(.*['\"][wax]b?['\"]")
 OTHER = re.compile(  # names of files that are no checkpoints, or checkpoints from which nothing resumes
-    r"best|final|ema|export|onnx|config|arg|vocab|token|sample|metric|result|log|history|stat|readme|summary|hparam"
-    r"|split|embed|pred|loss|plot|cache|\.(txt|csv|ya?ml|png|html|md)",
+    r"best|final|ema|export|onnx|adapter|config|arg|vocab|token|sample|metric|result|log|history|stat|readme|summary|hparam"
+    r"|split|embed|pred|loss|plot|cache|crash|\.(tmp|txt|csv|ya?ml|png|html|md)",
     re.IGNORECASE,
 )
+_OTHER_FOLDER = re.compile(r"(?:^|/)(?:eval|test|sample|export|infer)\w*/")
 _RESUMABLE = re.compile(r"optim|epoch|step|iter|scheduler|\bopt\b", re.IGNORECASE)
 _WEIGHTS = re.compile(
     r"\.(pth?|ckpt|bin|tar|pkl|pickle|safetensors|np[yz]|msgpack|h5|keras|t7|model|zip|params|json)\b"
@@ -58,6 +60,9 @@ class CodeSave:
     cadence: Span | None  # how often
     is_inside_loop: bool
     holds: str  # the saved object, as written
+    is_off: bool = False  # a condition around it does not hold
+    switch: Setting | None = None  # the option with which this condition holds
+    is_one_of_several: bool = False  # loops call its function at several places, of which each may save another name
     score: float = 0.0
 
     @property
@@ -75,6 +80,7 @@ class Pattern:
     folder: str = ""  # a folder that the code itself names; "." is the script's working folder
     in_checkpoints: bool = False  # the path uses $GPUFLEET_CHECKPOINTS
     is_whole_path: bool = False  # whether the setting is the file's own path
+    is_open: bool = False  # whether nothing is known of the folder
 
 
 @dataclass(slots=True)
@@ -95,15 +101,20 @@ def find_saves(reach: Reach, values: Values) -> Saves:
                     *((statement, site) for statement in reversed(site.around) if at is not site),
                     *around_of(reach, at),
                 ]
+                several = len({(other.count, other.where) for other in _of_callers(reach, values, at)}) > 1
+                sites = dict.fromkeys(one for _, one in around)
                 for parts in values.resolve(inner, at.scope):
                     save = CodeSave(
                         parts=renames.get(parts, parts),
                         is_folder=is_folder,
                         where=site.where,
                         site=at,
-                        cadence=_cadence(values, around),
+                        cadence=_cadence(values, around) if not several else None,
                         is_inside_loop=any(isinstance(statement, ast.For | ast.While) for statement, _ in around),
                         holds=_contents(values, site),
+                        is_off=values.never_runs(at) or values.never_runs(site),
+                        switch=next((switch for one in sites for switch in values.switches(one)), None),
+                        is_one_of_several=several,
                     )
                     saves.found.append(save)
         elif _LOADS.fullmatch(site.name) and site.call.args and not _WRITES.search(ast.unparse(site.call)):
@@ -152,9 +163,18 @@ def _written(reach: Reach, site: Site) -> tuple[ast.expr | None, bool]:
         return ast.Call(func=ast.Name(id="join", ctx=ast.Load()), args=pair, keywords=[]), True
     for callee, position, keywords, is_folder in _SAVES:
         if callee.fullmatch(dotted(func) or ast.unparse(func)):
+            if isinstance(func, ast.Name) and _is_own(reach, site, func.id):
+                return None, False
             owner = func.value if isinstance(func, ast.Attribute) else None
             return (owner if position == OWNER else site.argument(position, *keywords)), is_folder
     return None, False
+
+
+def _is_own(reach: Reach, site: Site, name: str) -> bool:
+    """Whether a name is that of a function of the folder, of which a save is looked for inside."""
+    symbol = reach.symbol(site.scope.file, name)
+    nested = (node for outer in site.scope.functions for node in walk(outer) if isinstance(node, Function))
+    return (symbol is not None and isinstance(symbol[1], Function)) or any(node.name == name for node in nested)
 
 
 def _is_of_engine(reach: Reach, site: Site) -> bool:
@@ -186,7 +206,9 @@ def _renames(reach: Reach, values: Values) -> Iterator[tuple[Parts, Parts]]:
             and len(site.call.args) == 1
         ):
             pair = [site.call.func.value, *pair]
-        elif not re.fullmatch(r"(os|shutil|(tf\.io\.)?gfile)\.(replace|renames?|move)", dotted(site.call.func)):
+        elif not re.fullmatch(
+            r"(os|shutil|(tf\.io\.)?gfile|\w*path_?(mgr|manager))\.(replace|renames?|move|mv)", dotted(site.call.func)
+        ):
             continue
         old, new = (values.resolve(argument, site.scope) for argument in pair)
         yield from zip(old, new if len(new) >= len(old) else new[:1] * len(old), strict=False)
@@ -210,16 +232,19 @@ def _cadence(values: Values, around: list[tuple[ast.stmt, Site]]) -> Span | None
     for statement, site in around:
         where = f"{site.scope.file}:{statement.lineno}"
         if isinstance(statement, ast.If):
-            for part in walk(statement.test):
-                if (
-                    isinstance(part, ast.BinOp)
-                    and isinstance(part.op, ast.Mod)
-                    and not isinstance(part.left, ast.Constant)
-                ):
-                    counted = values.kinds(part.left, site.scope)
-                    if counted is not None:  # otherwise the number may count ranks
-                        count, setting = values.quantity(part.right, site.scope)
-                        return Span(unit=counted, count=count, setting=setting, where=where)
+            names = (node for node in walk(statement.test) if isinstance(node, ast.Name))
+            behind = (value for name in names for value, _ in values.bound(name.id, name, site.scope)[:1])
+            for part in (part for test in (statement.test, *behind) for part in walk(test)):
+                if isinstance(part, ast.Compare) and isinstance(part.ops[0], ast.In):
+                    counter, interval = part.left, None  # a list names them
+                elif isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod):
+                    counter, interval = part.left, part.right
+                else:
+                    continue
+                counted = values.kinds(counter, site.scope) if not isinstance(counter, ast.Constant) else None
+                if counted is not None:  # otherwise the number may count ranks
+                    count, setting = values.quantity(interval, site.scope)
+                    return Span(unit=counted, count=count, setting=setting, where=where)
             irregular = irregular or bool(_IRREGULAR.search(ast.unparse(statement.test)))
         elif (
             isinstance(statement, ast.For | ast.While)
@@ -230,6 +255,14 @@ def _cadence(values: Values, around: list[tuple[ast.stmt, Site]]) -> Span | None
     return None
 
 
+def _of_callers(reach: Reach, values: Values, site: Site) -> Iterator[Span]:
+    """How often each call of the function around a save is made; calls outside of loops are left out."""
+    function = site.scope.functions[-1] if site.scope.functions else None
+    for caller in reach.calls_of(function, site.scope) if function is not None else ():
+        if (span := _cadence(values, [(statement, caller) for statement in reversed(caller.around)])) is not None:
+            yield span
+
+
 def loop_unit(values: Values, loop: ast.stmt, scope: Scope) -> Kind | None:
     """What a loop counts: steps, epochs or batches; None if not known."""
     if isinstance(loop, ast.While):
@@ -237,9 +270,10 @@ def loop_unit(values: Values, loop: ast.stmt, scope: Scope) -> Kind | None:
     if not isinstance(loop, ast.For):
         return None
     target = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) and loop.target.elts else loop.target
+    tries_again = isinstance(loop.body[0], ast.Try)
     is_range, kind = loop_range(loop.iter) is not None, unit(dotted(target))
     is_of_batches = kind == "step" and called(loop.iter) == "enumerate" and not is_range
-    return "batch" if is_of_batches else kind or ("step" if is_range else None)
+    return "batch" if is_of_batches else kind or ("step" if is_range and not tries_again else None)
 
 
 def _score(save: CodeSave, saves: Saves, values: Values) -> float:
@@ -254,13 +288,18 @@ def _score(save: CodeSave, saves: Saves, values: Values) -> float:
         for weight, holds in (
             (2.0, save.is_inside_loop),
             (1.5, _RESUMABLE.search(save.holds)),
+            (3.5, save.site.name == "save_state"),
             (1.0, save.cadence is not None),
             (1.5, "<step>" in text or "<epoch>" in text),
             (1.0, _WEIGHTS.search(name) or save.is_folder),
             (1.0, _LIKE_ONE.search(text)),
+            (1.0, re.search("latest|last", name)),  # what a resume reads, beside others with numbers
             (-3.0, OTHER.search(name)),
+            (-4.0, _OTHER_FOLDER.search(text)),
             (-2.0, save.site.name in ("write", "write_text", "dump", "save_pretrained")),
+            (-3.0, re.match(r"(np|numpy)\.", dotted(save.site.call.func))),
             (1.5, any(load == save.parts for load, _ in saves.loads)),
+            (1.0, setting is not None and setting.typed is not None),
             # a value of 0 or less turns saving off
             (-4.0, setting is not None and isinstance(setting.value, int) and setting.value <= 0),
             (-4.0, _is_not_asked_for(save, values)),
@@ -277,6 +316,8 @@ def _is_not_asked_for(save: CodeSave, values: Values) -> bool:
     """
     interval = save.cadence.setting if save.cadence is not None else None
     if interval is not None and interval.typed is not None and interval.count is None:
+        return True
+    if save.is_off and (save.switch is None or save.site.name != "save_state"):
         return True
     for statement in save.site.around:
         match statement:
@@ -303,7 +344,11 @@ def pattern(save: CodeSave, values: Values) -> Pattern | None:
     if kind not in ("setting", "checkpoints") and not (kind == "any" and is_below):
         rest = [head, *rest]
     file_name = _cut(_text(rest, values).lstrip("/"), save.is_folder)
-    return Pattern(file_name, setting.name if setting else "", "", kind == "checkpoints") if file_name else None
+    if ".." in file_name.split("/"):
+        return Pattern(posixpath.basename(file_name), folder=posixpath.dirname(file_name))
+    is_open = kind not in ("setting", "checkpoints")
+    name = setting.name if setting else ""
+    return Pattern(file_name, name, "", kind == "checkpoints", is_open=is_open) if file_name else None
 
 
 def _named(path: str, save: CodeSave) -> Pattern | None:

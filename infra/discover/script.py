@@ -34,7 +34,8 @@ OUT = (
 )  # fmt: skip
 EPOCHS = (*EPOCH_COUNTS, "training_epochs", "total_epochs", "nepochs", "epoch")
 STEPS = (
-    *STEP_COUNTS, "max_train_steps", "max_iter", "num_iters", "total_timesteps", "timesteps", "n_timesteps",
+    *STEP_COUNTS, "total_iter", "total_iters", "n_iters",
+    "max_train_steps", "max_iter", "num_iters", "total_timesteps", "timesteps", "n_timesteps",
     "num_train_steps", "train_iters", "niter",
 )  # fmt: skip
 DEVICE, BACKEND = ("device", "device_type"), ("backend", "dist_backend", "ddp_backend")
@@ -56,6 +57,8 @@ class CheckpointFacts:
     place: Pattern  # the place of the first of `names`
     where: str
     cadence: Span | None
+    switch: Setting | None = None  # the option without which the script does not save them
+    is_one_of_several: bool = False  # the function that saves these may save other names too
 
 
 @dataclass(slots=True)
@@ -86,6 +89,7 @@ class ScriptFacts:
     size: Finding | None = None  # shown by a trial: the size in GB
     trained: bool = False  # whether the script trained in a trial, so that this machine has the modules it imports
     seen_ms: dict[str, float] = field(default_factory=dict)  # shown by a trial: milliseconds of a step or an epoch here
+    muted: str = ""  # where the code or a configuration names what prints no progress into a pipe
     # keyword arguments of a framework's calls, with places
     coded: dict[str, tuple[object, str]] = field(default_factory=dict)
 
@@ -95,12 +99,37 @@ class ScriptFacts:
         if self.checkpoint is not None or self.framework is None:
             return self.checkpoint.names if self.checkpoint else ()
         row = self.framework
-        named = str(self.coded.get(row.naming, ("", ""))[0]) if row.naming else ""
-        setting = self.settings.first([row.naming]) if row.naming and not named else None
-        named = str(setting.value or "") if setting is not None else named
-        if named:
-            return (_named_by_user(named, self.coded, self.settings),)
-        return row.each or (FORMATS[row.format].each if row.format else ())
+        if row.naming and (named := self._named_by_user(str(self.value_of(row.naming)[0] or ""))):
+            return (named,)
+        by_steps = row.each_step if self.total is not None and self.total.unit == "step" else ()
+        return by_steps or row.each or (FORMATS[row.format].each if row.format else ())
+
+    def value_of(self, name: str) -> tuple[object, str]:
+        """The value that the code gives its framework under a name, or else the value of the setting of this name; and
+        the value's place. The value is None if neither is there.
+        """
+        value, where = self.coded.get(name, (None, ""))
+        setting = self.settings.first([name]) if value is None else value
+        return (setting.value, setting.place) if isinstance(setting, Setting) else (value, where)
+
+    def _named_by_user(self, text: str) -> str:
+        """A name for Lightning's ModelCheckpoint as a pattern; empty if the user gives none. Lightning itself adds
+        words such as `epoch=` before each figure. If only the best are kept under the name, the last one is meant.
+        """
+        inserts, save_last, monitor, save_top_k = (
+            str(self.value_of(key)[0]) for key in ("auto_insert_metric_name", "save_last", "monitor", "save_top_k")
+        )
+        if save_last == "True" and ((monitor != "None" and save_top_k != "-1") or "${" in text):
+            return "last*.ckpt"
+        if not text:
+            return ""
+
+        def one(match: re.Match[str]) -> str:
+            figure = match[0] if match[1] in ("epoch", "step") else "*"
+            is_worded = inserts != "False" and not text[: match.start()].endswith("=")
+            return f"{match[1]}={figure}" if is_worded else figure
+
+        return "*" + re.sub(r"\{([\w/]+)(:[^}]*)?\}", one, text) + "*.ckpt" if "{" in text else text + "*.ckpt"
 
     @property
     def script(self) -> str:
@@ -133,13 +162,22 @@ def look(folder: Path, command: str = "") -> ScriptFacts:
     values = Values(reach, settings)
     saves = find_saves(reach, values)
     facts = ScriptFacts(folder=folder, start=start, settings=settings, framework=row, requirements=requirements)
-    facts.coded = dict(_coded(reach, values, row))
+    facts.coded = {**dict(_in_dictionaries(reach, row)), **dict(_coded(reach, values, row))}
     facts.checkpoint = _checkpoint(saves, values, row)
     chosen = next((save for save in saves.found if facts.checkpoint and save.where == facts.checkpoint.where), None)
     facts.total = _total(reach, values, chosen, row, facts.coded)
     facts.lines = find_lines(reach, values)
+    if row is not None and row.mutes:
+        named = [site.where for site in reach.by_name.get(row.mutes, [])]
+        facts.muted = next(iter([*named, *settings.naming(row.mutes)]), "")
     facts.resume, facts.reads_itself = find_resume(reach, values, saves, chosen, row)
     asked, where = facts.coded.get(row.resume_setting if row else "", ("", ""))
+    if facts.resume is None and isinstance(asked, Setting) and asked.form and not asked.is_environment:
+        facts.resume = Finding(asked.with_value("{checkpoint}"), where)
+    if row is not None and row.resume.endswith("{checkpoints}"):
+        reads, writes = settings.first([row.resume.lstrip("-").split()[0]]), settings.first(row.out)
+        if reads is not None and writes is not None and reads.typed and reads.typed == writes.typed:
+            facts.resume, facts.reads_itself = None, Finding(f"{reads.word} names the output folder", "your command")
     if facts.resume is None and asked in ("last", "latest", "auto"):
         facts.reads_itself = Finding(f"{asked} is its checkpoint", where)
     calls = (site for name in (row.restores if row else ()) for site in reach.by_name.get(name, []))
@@ -170,21 +208,6 @@ def _names_own(facts: ScriptFacts, reach: Reach, code: CodeFolder) -> Iterator[F
     for node, where in nodes:
         if isinstance(text := literal(node), str) and (text := text.removeprefix("./")).partition("/")[0] in there:
             yield Finding(text, where)
-
-
-def _named_by_user(text: str, coded: dict[str, tuple[object, str]], settings: ScriptSettings) -> str:
-    """A name for Lightning's ModelCheckpoint as a pattern: Lightning itself adds words such as `epoch=` before each
-    figure.
-    """
-    asked = coded.get("auto_insert_metric_name", (None, ""))[0]
-    setting = settings.first(["auto_insert_metric_name"])
-    inserts = str(asked if asked is not None else setting.value if setting is not None else True) != "False"
-
-    def one(match: re.Match[str]) -> str:
-        figure = match[0] if match[1] in ("epoch", "step") else "*"
-        return f"{match[1]}={figure}" if inserts and not text[: match.start()].endswith("=") else figure
-
-    return "*" + re.sub(r"\{([\w/]+)(:[^}]*)?\}", one, text) + "*.ckpt" if "{" in text else text + "*.ckpt"
 
 
 def _which_trains(code: CodeFolder, begun: list[StartedProgram]) -> tuple[StartedProgram, Reach | None]:
@@ -263,22 +286,42 @@ def _of_row(row: Framework | None, reach: Reach) -> Iterator[Setting]:
     parsers = {"HfArgumentParser", "TrlParser", "H4ArgumentParser", "LightningCLI"} & set(reach.by_name)
     if row is None or not parsers:
         return
-    style = "--trainer.{name} {{}}" if "LightningCLI" in parsers else "--{name} {{}}"
+    if "LightningCLI" in parsers:
+        for name in ("max_steps", "max_epochs", *row.out):
+            yield Setting(name=f"trainer.{name}", form=f"--trainer.{name} {{}}", where=row.name)
+        if not any(literal(site.keyword("run")) is False for site in reach.by_name["LightningCLI"]):
+            yield Setting(name=row.resume_setting, form=f"--{row.resume_setting} {{}}", where=row.name)
+        return
     for name in (*row.out, *row.steps, *row.epochs, *row.every, *filter(None, [row.resume_setting]), "logging_steps"):
         default = {"save_steps": 500, "num_train_epochs": 3}.get(name)
-        yield Setting(name=name, form=style.format(name=name), default=default, where=row.name)
+        yield Setting(name=name, form=f"--{name} {{}}", default=default, where=row.name)
 
 
 def _coded(reach: Reach, values: Values, row: Framework | None) -> Iterator[tuple[str, tuple[object, str]]]:
-    """Yields the keyword arguments that the script gives to a framework: numbers, texts or settings."""
+    """Yields the keyword arguments that a script gives to a framework: numbers, texts or settings; None for
+    a value that is not known.
+    """
     for site in (use for name in (row.uses if row is not None else ()) for use in reach.by_name.get(name, [])):
         for keyword in site.call.keywords:
             parts = values.resolve(keyword.value, site.scope)[0]
             head = parts[0] if parts else ""
             if keyword.arg and isinstance(head, Hole) and len(parts) == 1 and head.kind == "setting":
                 yield keyword.arg, (values.settings.find(head.name), site.where)
-            elif keyword.arg and all(isinstance(part, str) for part in parts):
-                yield keyword.arg, ("".join(map(str, parts)), site.where)
+            elif keyword.arg:
+                is_known = all(isinstance(part, str) for part in parts)
+                yield keyword.arg, ("".join(map(str, parts)) if is_known else None, site.where)
+
+
+def _in_dictionaries(reach: Reach, row: Framework | None) -> Iterator[tuple[str, tuple[object, str]]]:
+    """Yields the same of a dictionary by which a script makes the callback that saves. Its folder stays open."""
+    nodes = ((node, scope) for unit, scope in reach.units for node in walk(unit) if isinstance(node, ast.Dict))
+    for node, scope in nodes if row is not None and row.inside else ():
+        pairs = {str(literal(key)): literal(value) for key, value in zip(node.keys, node.values, strict=True)}
+        if row is not None and row.inside in pairs:
+            where = f"{scope.file}:{node.lineno}"
+            yield from ((key, (str(value), where)) for key, value in pairs.items() if value is not None)
+            yield row.moved_by, (None, where)
+            return
 
 
 def _checkpoint(saves: Saves, values: Values, row: Framework | None) -> CheckpointFacts | None:
@@ -287,7 +330,7 @@ def _checkpoint(saves: Saves, values: Values, row: Framework | None) -> Checkpoi
         return None
     for chosen in saves.found:
         place = pattern(chosen, values)
-        if place is None or chosen.score < 1.5 or (row is not None and row.format and not row.named):
+        if place is None or chosen.score <= 2 or (row is not None and row.format and not row.named):
             continue
         if not chosen.is_inside_loop and chosen.cadence is None and "{" not in place.name:
             continue  # the script saves this only at its end
@@ -297,12 +340,23 @@ def _checkpoint(saves: Saves, values: Values, row: Framework | None) -> Checkpoi
             if beside is not None and _goes_with(chosen, other) and _place(beside) == _place(place):
                 saved_names.append(beside.name)
         names = tuple(dict.fromkeys(saved_names))[:4]
-        return CheckpointFacts(names=names, place=place, where=chosen.where, cadence=chosen.cadence)
+        patterns = {pattern(other, values) for other in saves.found if other.where == chosen.where}
+        several = chosen.is_one_of_several and len(patterns) > 1
+        cadence = chosen.cadence if not several else None
+        return CheckpointFacts(
+            names=names,
+            place=place,
+            where=chosen.where,
+            cadence=cadence,
+            switch=chosen.switch,
+            is_one_of_several=several,
+        )
     return None
 
 
 def _place(pattern: Pattern) -> tuple[object, ...]:
-    return pattern.setting, pattern.folder, posixpath.dirname(pattern.name), "{" in pattern.name
+    counted = frozenset(re.findall(r"\{(step|epoch)", pattern.name))
+    return pattern.setting, pattern.folder, posixpath.dirname(pattern.name), counted
 
 
 def _goes_with(chosen: CodeSave, other: CodeSave) -> bool:
@@ -335,7 +389,13 @@ def _bounds(reach: Reach, values: Values, chosen: CodeSave | None) -> Iterator[S
     """The ends of the loops around the save, and around calls of backward."""
     sites = [chosen.site] if chosen is not None else []
     sites += [*reach.by_name.get("backward", [])[:3], *reach.by_name.get("value_and_grad", [])[:1]]
-    loops = dict(pair for site in sites for pair in around_of(reach, site) if isinstance(pair[0], ast.For | ast.While))
+    loops: dict[ast.stmt, Site] = {}
+    for inner in sites:
+        for statement, around in around_of(reach, inner):
+            if isinstance(statement, ast.For | ast.While):
+                loops[statement] = around
+                if loop_unit(values, statement, around.scope) == "epoch":
+                    break  # a loop around that of the epochs repeats the whole training
     for loop, site in loops.items():
         for kind, expr, begin in _ends(values, loop, site):
             first = ast.unparse(begin) if begin is not None else ""
@@ -380,13 +440,15 @@ def _named_total(settings: ScriptSettings, row: Framework | None, coded: dict[st
     kinds: tuple[tuple[Kind, tuple[str, ...], tuple[str, ...]], ...] = (
         ("step", row.steps if row else (), STEPS), ("epoch", row.epochs if row else (), EPOCHS),
     )  # fmt: skip
+    owns = [name for _, own, _ in kinds for name in own]
+    is_own = any(name in coded for name in owns) or any(option.count for option in settings.several(owns))
     for kind, own, names in kinds:
         for value, where in (coded[key] for key in own if key in coded):
             if isinstance(value, Setting):
                 spans.append(Span(unit=kind, count=value.count, where=value.where, setting=value))
             elif str(value).isdigit() and int(str(value)) > 0:
                 spans.append(Span(unit=kind, count=int(str(value)), where=where))
-        if (setting := settings.first((*own, *names))) is not None:
+        if (setting := settings.first(own if is_own else (*own, *names))) is not None:
             spans.append(Span.from_setting(setting, kind))
     return next(iter(_best(spans)), None)
 
@@ -394,6 +456,8 @@ def _named_total(settings: ScriptSettings, row: Framework | None, coded: dict[st
 def _read_calls(facts: ScriptFacts, reach: Reach) -> None:
     """Adds facts that single calls show: signals, process groups, trainers that start over, W&B."""
     is_trainers = facts.framework is not None and facts.framework.format == "hf-trainer"
+    goes_on: Finding | None = None
+    finds_it = False
     for site in reach.sites:
         written = [ast.unparse(argument) for argument in site.call.args[:2]]
         if site.name == "signal" and len(written) > 1 and "SIG_" not in written[1]:
@@ -405,8 +469,18 @@ def _read_calls(facts: ScriptFacts, reach: Reach) -> None:
                 facts.reads_itself = facts.reads_itself or Finding("it reads $GPUFLEET_RESUME_FROM", site.where)
         elif site.name == "init_process_group":
             facts.joins = facts.joins or Finding("it joins a process group", site.where)
+        elif is_trainers and site.name == "train" and re.search("checkpoint|resume", ast.unparse(site.call)):
+            finds_it = finds_it or literal(site.keyword("resume_from_checkpoint")) is True
+            goes_on = goes_on or Finding("it gives train() its newest checkpoint", site.where)
         elif re.search(r"trainer\.train\(\)$", ast.unparse(site.call), re.IGNORECASE) and is_trainers:
             facts.bare_resume = facts.bare_resume or Finding("train() is given no checkpoint", site.where)
+    of_row = facts.framework is not None and facts.resume is not None and facts.resume.where == facts.framework.name
+    if is_trainers and goes_on is None and of_row:
+        facts.resume = None  # its parser takes the words, but the script does not pass them on
+    if goes_on is not None:
+        facts.bare_resume = None
+        facts.reads_itself = facts.reads_itself or goes_on
+        facts.resume = None if finds_it else facts.resume
     if any(module.split(".")[0] == "wandb" for module in reach.imported):
         naming = (file for file in reach.files if "wandb" in reach.names(file).imports)
         facts.wandb = Finding("it imports wandb", next(naming, reach.entry))

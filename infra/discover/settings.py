@@ -39,7 +39,10 @@ _PARSERS = tuple(
     )
 )
 # By name, the calls after which the command line can override values of configuration files, and the form of that.
-_OVERRIDES = {"from_cli": "{name}={}", "merge_from_args": "--{name}={}", "parse_args_and_config": "--{name} {}"}
+_OVERRIDES = {
+    "from_cli": "{name}={}", "from_dotlist": "{name}={}", "merge_from_args": "--{name}={}",
+    "parse_args_and_config": "--{name} {}", "LightningCLI": "--{name} {}",
+}  # fmt: skip
 _YACS = ("CfgNode", "CN")
 _ARITHMETIC = {ast.Mult: operator.mul, ast.Add: operator.add, ast.Sub: operator.sub, ast.Pow: operator.pow}
 
@@ -128,12 +131,20 @@ class ScriptSettings:
         for key, setting in self._by_name.items():
             by_lower.setdefault(key.lower(), setting)
             by_lower.setdefault(key.lower().rpartition(".")[2], setting)
-        there = [by_lower[name.lower()] for name in names if name.lower() in by_lower]
+        wanted = (name.lower().replace("-", "_") for name in names)
+        there = [by_lower[name] for name in wanted if name in by_lower]
         return sorted(there, key=lambda setting: setting.typed is None)
 
     def first(self, names: Iterable[str]) -> Setting | None:
         """The first of `several`; None if there is none."""
         return next(iter(self.several(names)), None)
+
+    def naming(self, cls: str) -> Iterator[str]:
+        """The places of the settings whose value names a class, or a configuration called like it."""
+        for setting in self._by_name.values():
+            words = (str(setting.value).rpartition(".")[2], *setting.name.replace("_", "").lower().split("."))
+            if cls in words or cls.lower() in words:
+                yield setting.where
 
     def _take_typed(self, words: list[str], environment: Iterable[str]) -> None:
         positional = [setting for setting in self._by_name.values() if setting.is_positional]
@@ -191,9 +202,9 @@ def declared(reach: Reach, start: StartedProgram, overrides: str = "") -> Iterat
     style = "--{name}={}" if is_globals else style
     words = (part for word in start.words for part in (word, *re.split(r"[=:]", word)))
     files = (posixpath.normpath(posixpath.join(start.folder, word)) for word in words)
-    named = [file for file in files if CONFIG.fullmatch(file) and file in reach.folder.files and file != reach.entry]
+    named = [there for file in files if CONFIG.fullmatch(file) for there in _named(reach, file)]
     for file in dict.fromkeys((*named, *([reach.entry] if "merge_from_args" in reach.by_name else []))):
-        yield from of_file(reach.folder, file, style)
+        yield from _of_reached(reach, file, style)
     for site in (site for name in _YACS for site in reach.by_name.get(name, [])):
         if not site.scope.functions and not site.call.args:  # _C = CfgNode(), whose values the lines after it set
             yield from of_file(reach.folder, site.scope.file, "")
@@ -201,6 +212,27 @@ def declared(reach: Reach, start: StartedProgram, overrides: str = "") -> Iterat
     for name, values in reach.names(reach.entry).assigned.items() if is_globals else ():
         if (value := literal(values[0])) is not None and values[0].lineno < read_at:
             yield Setting(name=name, form=f"--{name}={{}}", default=value, where=f"{reach.entry}:{values[0].lineno}")
+
+
+def _named(reach: Reach, file: str) -> list[str]:
+    """The configuration file of the folder that a typed path means: the path may begin at a folder inside, where a
+    package keeps its configurations.
+    """
+    if file in reach.folder.files:
+        return [file] if file != reach.entry else []
+    return below if len(below := [name for name in reach.folder.files if name.endswith(f"/{file}")]) == 1 else []
+
+
+def _of_reached(reach: Reach, name: str, style: str, prefix: str = "") -> Iterator[Setting]:
+    """The values in a configuration file; the classes of the folder that it names count as reached."""
+    for setting in of_file(reach.folder, name, style, prefix):
+        yield setting
+        if setting.name.endswith(("_target_", "class_path")):
+            reach.reach_dotted(str(setting.default))
+    bases = re.findall(r"(?im)^_base_\s*[=:]\s*(\[[^\]]*\]|.*)", reach.folder.text(name))
+    for base in re.findall(r"[\w./-]+\.(?:py|ya?ml)", " ".join(bases)):
+        there = posixpath.normpath(posixpath.join(posixpath.dirname(name), base))
+        yield from _of_reached(reach, there, style, prefix) if there in reach.folder.files else ()
 
 
 def _of_call(reach: Reach, site: Site, kind: str, form: str) -> Iterator[Setting]:
@@ -251,10 +283,11 @@ def _option(reach: Reach, site: Site) -> Iterator[Setting]:
     is_flag = bool(
         re.search("store_true|store_false|count|BooleanOptional", action) or literal(site.keyword("is_flag"))
     )
+    default = _constant(reach, site, -1)
     yield Setting(
         name=str(literal(site.keyword("dest")) or long.lstrip("-")).replace("-", "_"),
         form=long if is_flag else f"{long} {{}}",
-        default=_constant(reach, site, -1),
+        default="store_false" in action if is_flag and default is None else default,
         is_flag=is_flag,
         where=site.where,
         others=tuple(word for word in words if word != long),
@@ -341,7 +374,7 @@ def of_file(folder: CodeFolder, name: str, style: str, prefix: str = "") -> Iter
     except (yaml.YAMLError, tomllib.TOMLDecodeError):
         return
     for key, value, line in pairs:
-        form = style.replace("{name}", prefix + key)
+        form = style.replace("{name}", prefix + key) if "*" not in key else ""  # no command line sets a list's element
         where = f"{name}:{line}" if line else name
         name_there = (prefix + key).replace("-", "_")
         yield Setting(name=name_there, form=form, default=value, where=where, is_of_file=True)
@@ -353,6 +386,8 @@ def _add_values(pairs: list[tuple[str, object, int]], above: str, value: object)
     match value:
         case yaml.MappingNode():
             items = [(key.value, node) for key, node in value.value]
+        case yaml.SequenceNode() if above.endswith("callbacks"):
+            items = [(f"*{index}", node) for index, node in enumerate(value.value)]
         case yaml.ScalarNode() if above:
             pairs.append((above, _plain(value.value), value.start_mark.line + 1))
         case ast.Call() if called(value) in ("dict", "ConfigDict", "DictConfig"):
@@ -389,10 +424,8 @@ def _hydra_file(
     name = posixpath.normpath(name)  # the folder is often "."
     if name not in reach.folder.files or depth > 6:
         return
-    for setting in of_file(reach.folder, name, "{name}={}", prefix):
-        yield setting
-        if setting.name.endswith("_target_"):
-            reach.reach_dotted(str(setting.default))
+    prefix = "" if "@package _global_" in reach.folder.text(name) else prefix
+    yield from _of_reached(reach, name, "{name}={}", prefix)
     try:
         tree = yaml.safe_load(reach.folder.text(name))
     except yaml.YAMLError:
@@ -400,11 +433,12 @@ def _hydra_file(
     for entry in (tree or {}).get("defaults", []) if isinstance(tree, dict) else []:
         group, option = next(iter(entry.items())) if isinstance(entry, dict) else ("", entry)
         group = re.sub(r"^(override |optional )*/?", "", str(group))
-        option = chosen.get(group, option)
-        if option and option != "_self_":
-            base = f"{folder}/{group}" if group else posixpath.dirname(name)
-            inside = f"{group.replace('/', '.')}." if group else prefix
-            yield from _hydra_file(reach, folder, f"{base}/{option}.yaml", inside, chosen, depth + 1)
+        options = chosen.get(group, option)
+        for option in options if isinstance(options, list) else [options]:
+            if option and option != "_self_":
+                base = f"{folder}/{group}" if group else posixpath.dirname(name)
+                inside = f"{group.replace('/', '.')}." if group else prefix
+                yield from _hydra_file(reach, folder, f"{base}/{option}.yaml", inside, chosen, depth + 1)
 
 
 def environment_key(call: ast.Call) -> str:

@@ -153,7 +153,8 @@ def _of_python(folder: CodeFolder, launcher: str, words: list[str], at: StartedP
         # a launcher's options may name files of the folder: --config_file cluster.yaml, --hostfile hosts
         is_script = _is_python(folder, name) if launcher else name in folder.files
         if word.endswith(".py") or (is_script and not word.startswith("-")):
-            at = replace(at, launcher=launcher, processes=_processes(words[:index]) or at.processes)
+            processes = _processes(words[:index]) or _processes_of_file(folder, words[:index], at) or at.processes
+            at = replace(at, launcher=launcher, processes=processes)
             yield _script(folder, name, rest, at)
             return
         if not word.startswith("-") and (target := _console_scripts(folder).get(word)):
@@ -178,6 +179,12 @@ def _processes(words: list[str]) -> str:
     return match["count"] if match else ""
 
 
+def _processes_of_file(folder: CodeFolder, words: list[str], at: StartedProgram) -> str:
+    """The number of processes in a launcher's configuration file, as accelerate's --config_file names one."""
+    texts = (folder.text(_joined_path(at.folder, word.rpartition("=")[2])) for word in words if ".y" in word)
+    return next((match[1] for text in texts if (match := re.search(r"(?m)^num_processes: *(\d+)", text))), "")
+
+
 def _joined_path(folder: str, name: str) -> str:
     """A typed path, made relative to the code's folder."""
     return posixpath.normpath(posixpath.join(folder, name)).removeprefix("./") if name not in ("", ".") else folder
@@ -194,6 +201,8 @@ def _of_script(
         r"(?m)^\s*(?:export\s+|local\s+|readonly\s+)?(\w+)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s;]*)", here
     ):
         values.setdefault(match[1], _expanded(match[2].strip("\"'"), values, words))
+    for match in re.finditer(r"(?ms)^\s*(\w+)=\(([^()]*)\)\s*$", re.sub(r"(?m)\s#.*$", "", here)):
+        values[match[1]] = _expanded(" ".join(match[2].split()), values, words)  # an array
     for number, line in _numbered(text):
         passes_on = bool(re.search(r"\$[@*]|\$\{[@*]", line))
         inner = replace(at, through=(*at.through, f"{name}:{number}"), passes_on=at.passes_on and passes_on)
@@ -225,6 +234,8 @@ def _expanded(text: str, values: dict[str, str], words: list[str]) -> str:
 
     text = re.sub(r'"?\$\{[@*]:(\d+)\}"?', several, text)
     text = re.sub(r'"?\$(?:[@*]|\{[@*]\})()"?', several, text)
+
+    text = re.sub(r'"?(\$\{\w+)\[[@*]\]\}"?', r"\1}", text)  # all of an array
 
     def one(match: re.Match[str]) -> str:
         return values.get(match[1] or match[3] or "", match[2] if match[2] is not None else match[0])

@@ -13,7 +13,7 @@ from pathlib import Path
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import REHEARSED_SAVES, rehearsed_steps
 from gpufleet.infra.discover.lines import BAR, PrintedLine
-from gpufleet.infra.discover.marks import processes_in
+from gpufleet.infra.discover.marks import processes_asked, processes_in
 from gpufleet.infra.discover.script import BACKEND, COMPILE, DEVICE, LOG_EVERY, OUT, ScriptFacts
 from gpufleet.infra.discover.settings import Setting, with_setting
 from gpufleet.infra.discover.several import for_several
@@ -216,7 +216,7 @@ def _plan(facts: ScriptFacts) -> CountingPlan:
     tells_step, tells_batch = any("step" in group for group in groups), any({"batch", "batches"} <= e for e in groups)
     unit, word, steps_per_epoch = "step", "step", False
     if total is not None and total.unit == "epoch":
-        steps_per_epoch = "{step" in names or tells_step
+        steps_per_epoch = "{step" in names or (tells_step and not tells_batch)
         word = "step" if steps_per_epoch else "epoch"
         unit = "epoch" if tells_batch and not steps_per_epoch else "step"
     elif total is None and any("epoch" in group for group in groups) and not tells_step and not tells_batch:
@@ -241,9 +241,14 @@ def _every(script: ScriptFacts) -> Span:
     """
     row, settings, facts = script.framework, script.settings, script.checkpoint
     off: Span | None = None
+    strategy, where = script.value_of("save_strategy") if row is not None and row.format == "hf-trainer" else (None, "")
+    if facts is None and strategy not in (None, "steps"):
+        return Span(unit="epoch", count=1 if strategy == "epoch" else None, where=where)
     intervals: list[tuple[str, Kind]] = []
     if row is not None:
-        intervals = [*((key, "step") for key in row.every), *((key, "epoch") for key in row.every_epochs)]
+        by_steps = row.each_step and script.names == row.each_step
+        rarely: Kind = "step" if by_steps else "epoch"
+        intervals = [*((key, "step") for key in row.every), *((key, rarely) for key in row.every_epochs)]
     for name, unit in intervals if facts is None else ():
         value, where = script.coded.get(name, (None, ""))
         if isinstance(value, str) and value.isdigit() and int(value) > 0:
@@ -297,12 +302,15 @@ class _Writer:
     def processes(self, typed: str) -> tuple[str, str, str]:
         """The command, with {gpus} in place of a number of processes; the instance type; and what to check about it."""
         match = processes_in(typed)
-        number = match["count"] if match else self.found.start.processes
+        listed = processes_asked(typed) if match is None else None
+        number = match["count"] if match else self.found.start.processes or str(listed or "")
         count, changed = int(number) if number.isdigit() else 0, typed
         if match and number not in ("{gpus}", "{ranks}") and (count > 1 or not number.isdigit()):
             changed = f"{typed[: match.start('count')]}{{gpus}}{typed[match.end('count') :]}"
-        elif not match and count > 1:
-            changed = re.sub(rf"(?<=\s){count}(?=\s|$)", "{gpus}", typed, count=1)
+        elif not match and count > 1 and self.found.start.launcher == "accelerate" and self.passes_on:
+            changed = re.sub(r"(accelerate(?:-| |\.commands\.)launch)", r"\1 --num_processes {gpus}", typed, count=1)
+        elif not match and count > 1:  # a word of its own, such as a shell script's $1
+            changed = re.sub(rf"(?<!\S)((?!-)\S+\s+){count}(?=\s|$)", r"\1{gpus}", typed, count=1)
         if count <= 1:
             return changed, BY_GPUS[1], "one L40S with 48 GB"
         size = next((gpus for gpus in BY_GPUS if gpus >= count), 8)
@@ -324,8 +332,11 @@ class _Writer:
         lines for the script's own folder.
         """
         row, facts, place = self.row, self.facts, self.place
-        place.below = f"{row.folder}/" if row is not None else ""
-        place.below = place.below.lstrip("/")
+        place.below = f"{row.folder}/" if row is not None and row.folder else ""
+        moved = self.found.coded.get(row.moved_by) if row is not None and row.moved_by else None
+        if row is not None and moved is not None and not self.found.value_of(row.inside)[0]:
+            place.why = f"CHECK: {moved[1]} says in which folders below it"
+            self.unknown(f"in which folders {row.name} saves: {moved[1]} says it")
         if row is not None and row.environment:
             place.environment |= row.environment
             return typed
@@ -358,6 +369,7 @@ class _Writer:
             self.known(f"{value} names the output folder", out_row.name)
             return f"{typed} {value}"
         if self.found.names:
+            place.below = ""
             place.why = (
                 "CHECK: the script has to write below $GPUFLEET_CHECKPOINTS, or checkpoint.folder names its own folder"
             )
@@ -371,21 +383,41 @@ class _Writer:
         """The setting with a usual name for the output folder, or else the folder that the code gives its framework,
         and the place of that folder in the code.
         """
-        own = self.row.out if self.row is not None else ()
-        known = [option for name in (*own, *OUT) if (option := self.settings.first([name])) is not None]
-        is_filed = re.compile(r".*\.(ya?ml|toml|json):\d+")
-        setting = min(
-            known, key=lambda e: (e.value is None, e.typed is None, not is_filed.fullmatch(e.where)), default=None
-        )
-        value, where = next((self.found.coded[name] for name in own if name in self.found.coded), (None, ""))
+        row, facts = self.row, self.found
+        names = row.out if row is not None else ()
+        if row is not None and row.inside and facts.value_of(row.inside)[0]:
+            self.place.below, names = "", (row.inside,)
+        value, where = next((facts.coded[name] for name in names if name in facts.coded), (None, ""))
         if isinstance(value, Setting):
             return value, "", ""
+        own = [option for name in names if (option := self.settings.first([name])) is not None]
+        others = [option for name in OUT if (option := self.settings.first([name])) is not None]
+        is_filed = re.compile(r".*\.(ya?ml|toml|json):\d+")
+        setting = min(
+            own if any(option.value is not None for option in own) else [*own, *others],
+            key=lambda e: (e.value is None, e.typed is None, not is_filed.fullmatch(e.where)),
+            default=None,
+        )
         if value is not None and (setting is None or setting.typed is None):
             return None, str(value), where
-        return setting, "", ""
+        return self._begun_by(setting) if setting is not None else None, "", ""
+
+    def _begun_by(self, setting: Setting) -> Setting:
+        """The setting itself, or the one with which OmegaConf begins its value, as in ${run.folder}/checkpoints, if no
+        command line sets the first.
+        """
+        begun = re.fullmatch(r"\$\{([\w.]+)\}/?(.*)", str(setting.value)) if not setting.form else None
+        other = self.settings.find(begun[1]) if begun is not None else None
+        if begun is None or other is None:
+            return setting
+        self.place.below = f"{begun[2].rstrip('/')}/" if begun[2] else ""
+        return other
 
     def _told_by(self, setting: Setting, typed: str) -> str:
         """The command, with {checkpoints} as the value of the setting."""
+        if not self.passes_on and setting.typed and typed.split().count(setting.typed) == 1:
+            self.known(f"{self.through} gives {setting.word} the folder that your command names")
+            return re.sub(rf"(?<!\S){re.escape(setting.typed)}(?!\S)", "{checkpoints}", typed)
         if not self.passes_on:
             there = setting.with_value('"$GPUFLEET_CHECKPOINTS"')
             self.unknown(f"{self.through} does not pass on words that are added to the command: write {there} in it")
@@ -439,6 +471,9 @@ class _Writer:
         if row is not None and row.needs and row.needs not in written and self.passes_on:
             self.known(f"the script saves nothing by default, so the command switches saves on ({row.needs})", row.name)
             written = f"{written} {row.needs}"
+        if self.facts is not None and (switch := self.facts.switch) is not None and self.passes_on:
+            self.known(f"the script saves this only with {switch.word}, which the command has now", switch.where)
+            written = with_setting(written, switch, True, self.part)
         if every.setting is None or not every.setting.form or every.setting.typed is not None or not self.passes_on:
             return written
         if every.setting.count is None:
@@ -499,7 +534,7 @@ class _Writer:
             yield f"  # resume: {{args: --resume}}   # CHECK: added to the command after a checkpoint was restored{how}"
 
     def checkpoint(self) -> Iterator[str]:
-        row, facts, names, place = self.row, self.facts, self.found.names, self.place
+        names, place = self.found.names, self.place
         if not names:
             other = self.found.saves_else
             reason = f"{other.where} saves only {other.value}" if other else "no code of the command saves a checkpoint"
@@ -512,13 +547,7 @@ class _Writer:
         yield "  checkpoint:"
         if place.folder or place.why:
             yield f"    folder: {place.folder or _CHECKPOINTS}" + (f"   # {place.why}" if place.why else "")
-        if facts is None and row is not None and row.format and not place.below:
-            yield f"    format: {row.format}   # {row.name}"
-            if names != FORMATS[row.format].each:
-                yield f"    each: {_always_quoted(names[0])}   # as the code sets {row.naming}"
-            self.known(f"{row.resumes}", row.name)
-        else:
-            yield from self._names()
+        yield from self._names()
         yield from self._every_lines()
         size = self.found.size
         seen = f"; in the trial, with the command as tried, one had {size.value} GB" if size else ""
@@ -529,15 +558,21 @@ class _Writer:
 
     @property
     def form(self) -> Format:
-        """The format of the framework's folders, even if the script names them itself; an empty one for other files."""
-        is_folder = bool(self.found.names) and self.found.names[0].endswith("/")
-        return FORMATS[self.row.format] if self.row and self.row.format and is_folder else Format()
+        """The format of the framework's checkpoints, even if the script names its folders; an empty one for other
+        files.
+        """
+        is_its = bool(self.found.names) and (self.facts is None or self.found.names[0].endswith("/"))
+        return FORMATS[self.row.format] if self.row and self.row.format and is_its else Format()
 
     def _names(self) -> Iterator[str]:
         """The definition's lines for a checkpoint's names, and for the file that completes a checkpoint."""
         row, facts = self.row, self.facts
         shown = [("" if facts else self.place.below) + self.plan.named(name) for name in self.found.names]
         where = facts.where if facts is not None else f"{row.name}, {row.version}" if row is not None else ""
+        if facts is not None and facts.is_one_of_several:
+            where = f"CHECK: {where} also saves under other names"
+        elif facts is not None and facts.place.is_open and self.place.why and not self.place.folder:
+            where = f"CHECK: {where} saves it, in a folder that may be a part of the name"
         several = f"[{', '.join(map(_always_quoted, shown))}]"
         form = self.form
         if row is not None and form.each:
@@ -568,11 +603,16 @@ class _Writer:
             yield f"    every: {{{'epochs' if is_epochs else 'steps'}: {every.count}}}   # {every.where}"
             return
         known = f": {every.where} says every {every.count} {every.unit}s" if every.count else ""
+        known = known or (f": {every.where} says when" if every.where else "")
         yield f"    every: {{minutes: 10}}   # CHECK: how often the script saves; a lost node repeats that much{known}"
         self.unknown(f"how often the script saves, in minutes: write job.checkpoint.every{known}")
 
     def progress(self) -> Iterator[str]:
         row, plan = self.row, self.plan
+        if self.found.muted and row is not None:
+            why = f"{self.found.muted}: {row.mutes} prints no line into a pipe, so only the names count"
+            self.unknown(f"which line states the step: {why}")
+            yield f"  # progress: {{}}   # CHECK: {why}"
         if row is not None and row.format and FORMATS[row.format].progress and not (row.named and plan.lines):
             if self.facts is not None and not self.form.each:  # a checkpoint's format would already define it
                 yield from ("  progress:", f"    format: {row.format}   # {row.name}")

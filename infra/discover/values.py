@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeVar
 
-from gpufleet.infra.discover.reach import Function, Reach, Scope, assignments, called, dotted, walk
+from gpufleet.infra.discover.reach import Function, Reach, Scope, Site, assignments, called, dotted, walk
 from gpufleet.infra.discover.settings import ScriptSettings, Setting, environment_key, literal
 
 Kind = Literal["step", "epoch", "batch", "setting", "checkpoints", "any"]
@@ -23,7 +23,7 @@ Part = TypeVar("Part")
 Piece = str | tuple[ast.expr | None, str]  # a text, or a value with its format
 Bound = tuple[ast.expr | ast.For, Scope]  # a name's value, or the loop whose counter the name is; and its place
 MOST = 4  # most values of one name that are looked at
-DEEP = 9
+DEEP = 11
 
 _UNITS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
     (
@@ -73,8 +73,10 @@ class Span:
 
 
 def unit(name: str) -> Kind | None:
-    """What a name counts, by the words in it: steps, epochs or batches; None if not known."""
+    """What a name counts, by the words in it: steps, epochs or batches; None if not known, or if it is a bound."""
     plain = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.rpartition(".")[2]).lower()
+    if re.search(r"(?:^|_)max_|_per_|warmup|accum", plain):
+        return None
     return next((kind for kind, pattern in _UNITS if pattern.search(plain)), None)
 
 
@@ -144,6 +146,9 @@ class Values:
         self._attributes: dict[ast.ClassDef, dict[str, list[Bound]]] = {}
         self._defaults: set[ast.AST] = set()  # values that replace an attribute if it is None
         self._following: set[str] = set()
+        self._asked: set[ast.AST] = set()  # conditions that are being looked at
+        self._never: dict[tuple[Site, str | None], bool] = {}
+        self._bodies: dict[ast.If, set[ast.AST]] = {}
 
     def resolve(self, expr: ast.AST | None, scope: Scope, depth: int = 0) -> list[Parts]:
         """The texts that an expression may give: at least one, the likeliest first."""
@@ -175,6 +180,61 @@ class Values:
                 return quantity
         setting = self.settings.find(_key(expr) or chain) if _key(expr) or chain else None
         return (setting.count if setting is not None else None), setting
+
+    def is_never(self, site: Site, but: str | None = None) -> bool:
+        """Whether a condition around a call does not hold as the settings and the code have it. A setting that is empty
+        counts as off only if `but` is given, a setting which does not count.
+        """
+        if not self._asked and (site, but) in self._never:
+            return self._never[site, but]
+        is_off = any(
+            isinstance(statement, ast.If)
+            and site.call in self._body(statement)
+            and self._is_off(statement.test, site.scope, but)
+            for statement in site.around
+        )
+        return is_off if self._asked else self._never.setdefault((site, but), is_off)
+
+    def never_runs(self, site: Site, but: str | None = None, depth: int = 0) -> bool:
+        """Whether the conditions around a call, or those around all calls of its function, do not hold."""
+        function = site.scope.functions[-1] if site.scope.functions and depth < 4 else None
+        callers = self._reach.calls_of(function, site.scope)[:MOST] if function is not None else []
+        ends = (self.never_runs(caller, but, depth + 1) for caller in callers)
+        return self.is_never(site, but) or (bool(callers) and all(ends))
+
+    def _body(self, statement: ast.If) -> set[ast.AST]:
+        """The nodes of a condition's first branch."""
+        if statement not in self._bodies:
+            self._bodies[statement] = {node for inner in statement.body for node in walk(inner)}
+        return self._bodies[statement]
+
+    def switches(self, site: Site) -> Iterator[Setting]:
+        """The options without a value that would have to be given for the conditions around a call to hold."""
+        for statement in site.around:
+            test = statement.test if isinstance(statement, ast.If) else None
+            for way in self.resolve(test, site.scope) if isinstance(test, ast.Name | ast.Attribute) else ():
+                setting = self.settings.find(way[0].name) if len(way) == 1 and isinstance(way[0], Hole) else None
+                if setting is not None and setting.is_flag and setting.value is False and self.is_never(site):
+                    yield setting
+
+    def _is_off(self, test: ast.expr, scope: Scope, but: str | None = None) -> bool:
+        if isinstance(test, ast.BoolOp):
+            ends = any if isinstance(test.op, ast.And) else all
+            return ends(self._is_off(value, scope, but) for value in test.values)
+        if test in self._asked:
+            return False
+        self._asked.add(test)
+        ways = self.resolve(test, scope)
+        self._asked.discard(test)
+        settings = [self.settings.find(way[0].name) if way and isinstance(way[0], Hole) else None for way in ways]
+        return all(
+            way == ("False",)
+            or (
+                setting is not None
+                and (setting.value is False or (but not in (None, setting.name) and not setting.value))
+            )
+            for way, setting in zip(ways, settings, strict=False)
+        )
 
     def _dictionaries(self, expr: ast.expr | ast.For, scope: Scope, depth: int) -> Iterator[tuple[ast.Dict, Scope]]:
         """Yields the dictionaries that an expression may give, if the code writes them out."""
@@ -237,6 +297,12 @@ class Values:
         )
         if isinstance(expr.op, ast.Div) and is_path:
             yield from ((*one, "/", *two) for one in first for two in second)
+        elif isinstance(expr.op, ast.Add) and any(
+            isinstance(part, str) and re.search("[A-Za-z]", part) for part in parts
+        ):
+            yield from ((*one, *two) for one in first for two in second)
+        elif isinstance(expr.op, ast.FloorDiv) and literal(expr.right) is None:
+            yield (Hole("any", ast.unparse(expr)[:80]),)  # it counts saves, for example
         elif counted is not None:
             yield (counted,)  # for example epoch + 1
         elif isinstance(expr.op, ast.Add):
@@ -281,9 +347,27 @@ class Values:
                 for node in walk(function)
                 if isinstance(node, ast.Return)
                 and not isinstance(node.value, ast.Constant | ast.Tuple | ast.Dict | None)
-                for parts in self.resolve(node.value, inner, depth + 2)
+                for expr_there, there in self._given_back(node.value, function, expr, inner, scope)
+                for parts in self.resolve(expr_there, there, depth + 2)
             ]
             yield from results or [(Hole(unit(dotted(expr.func)) or "any", ast.unparse(expr)[:80]),)]
+
+    def _given_back(
+        self, value: ast.expr | None, function: Function, call: ast.Call, inner: Scope, outer: Scope
+    ) -> Iterator[tuple[ast.expr | None, Scope]]:
+        """Yields what a function returns, each with its place; in place of its parameter what this call gives it."""
+        ways = [value]
+        if isinstance(value, ast.IfExp):  # `default if value is None else value`, or the other way round
+            is_none = isinstance(value.test, ast.Compare) and isinstance(value.test.ops[0], ast.Is)
+            ways = [value.orelse, value.body] if is_none else [value.body, value.orelse]
+        names = [parameter.arg for parameter in function.args.args if parameter.arg not in ("self", "cls")]
+        for way in filter(None, ways):
+            name = dotted(way)
+            argument = Site(call, outer, ()).argument(names.index(name), name) if name in names else None
+            yield (argument, outer) if argument is not None else (way, inner)
+            setting = self.settings.find(_key(argument)) if _key(argument) else None
+            if argument is not None and (self.bound(dotted(argument), argument, outer) or (setting and setting.value)):
+                return  # the other way is for a value that is not given
 
     def _functions(self, expr: ast.Call, scope: Scope) -> Iterator[tuple[Function, Scope]]:
         """Yields the function of the folder that a call calls, if the call names it plainly."""
@@ -348,14 +432,17 @@ class Values:
         outer = Scope(scope.file, scope.functions[:-1], scope.cls)
         cls = scope.cls if function in getattr(scope.cls, "body", ()) else None
         if passed := [
-            (value, site.scope) for value, site in self._reach.passed(function, Scope(scope.file, (), cls), name)
+            (value, site.scope)
+            for value, site in self._reach.passed(function, Scope(scope.file, (), cls), name)
+            if not self.is_never(site)
         ]:
             return list(passed)
         if self._own_setting(name, scope) is not None:
             return []
         calls = self._reach.calls_of(function, Scope(scope.file, (), cls))
-        if any(keyword.arg is None for site in calls for keyword in site.call.keywords) and name in self._set_anywhere:
-            return self._set_anywhere[name]  # in a dictionary that ** passes
+        passes_all = any(keyword.arg is None for site in calls for keyword in site.call.keywords)
+        if passes_all and (anywhere := self._anywhere(name)):
+            return anywhere  # in a dictionary that ** passes
         more, arguments = function.args, [*function.args.posonlyargs, *function.args.args]
         pairs = [
             *zip(arguments[::-1], more.defaults[::-1], strict=False),
@@ -392,7 +479,7 @@ class Values:
         for shorter in (name.partition(".")[2], name.rpartition(".")[2]):
             setting = setting or (self.settings.find(shorter) if shorter else None)
         last = name.rpartition(".")[2]
-        values = self._set_anywhere.get(last, []) if setting is None else []
+        values = self._anywhere(last) if setting is None else []
         if 0 < len(values) <= MOST and last not in self._following:
             self._following.add(last)
             yield from [parts for value, there in values for parts in self.resolve(value, there, 3)]
@@ -400,19 +487,35 @@ class Values:
         else:
             yield (Hole("setting", setting.name),) if setting is not None else hole
 
+    def _anywhere(self, name: str) -> list[Bound]:
+        """The values that attributes of this name get anywhere, except where the settings forbid it."""
+        return [
+            (value, scope)
+            for value, scope, tests in self._set_anywhere.get(name, [])
+            if not any(self._is_off(test, scope) for test in tests)
+        ]
+
     @cached_property
-    def _set_anywhere(self) -> dict[str, list[Bound]]:
-        values: dict[str, list[Bound]] = {}
+    def _set_anywhere(self) -> dict[str, list[tuple[ast.expr | ast.For, Scope, list[ast.expr]]]]:
+        values: dict[str, list[tuple[ast.expr | ast.For, Scope, list[ast.expr]]]] = {}
         for node, scope in self._reach.units:
+            branches = [(inner.test, self._body(inner)) for inner in walk(node) if isinstance(inner, ast.If)]
             for name, value in assignments(walk(node)):
                 if "." in name and not name.startswith("self.") and not isinstance(value, ast.Constant):
-                    values.setdefault(name.rpartition(".")[2], []).append((value, scope))
+                    tests = [test for test, below in branches if value in below]
+                    values.setdefault(name.rpartition(".")[2], []).append((value, scope, tests))
         return values
 
     def _counted_by(self, loop: ast.For, scope: Scope, depth: int) -> Iterator[Parts]:
         """The values of a loop's first name: an element of a list, a step of a range, a batch of an enumeration."""
         listed = [loop.iter, *(node for node, _ in self.bound(dotted(loop.iter), loop.iter, scope))]
         elements = [element for node in listed if isinstance(node, ast.List | ast.Tuple) for element in node.elts]
+        appends = self._reach.by_name.get("append", ()) if dotted(loop.iter) and not elements else ()
+        elements += [
+            site.call.args[0]
+            for site in appends
+            if dotted(site.call.func) == f"{dotted(loop.iter)}.append" and site.scope.functions == scope.functions
+        ]
         yield from (parts for element in elements[:MOST] for parts in self.resolve(element, scope, depth + 1))
         if not elements:
             is_batches = called(loop.iter) in ("enumerate", "tqdm", "log_every")

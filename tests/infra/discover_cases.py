@@ -378,7 +378,471 @@ ACCELERATE = script(
     bound="args.max_train_steps",
 )
 
+HF = """
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+(told,) = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()
+trainer = Trainer(args=told)
+"""
+CLI = """
+from lightning.pytorch.cli import LightningCLI
+cli = LightningCLI(Net, Rows{run})
+"""
+CLI_FILE = """
+trainer:
+  default_root_dir: null
+  max_epochs: 40
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.LearningRateMonitor
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args:
+        dirpath: "${trainer.default_root_dir}/kept"
+        filename: "e_{epoch:03d}"
+        auto_insert_metric_name: false
+    - class_path: lightning.pytorch.callbacks.RichProgressBar
+model: {max_steps: 9000}
+"""
+MERGED = """
+import sys, omegaconf, lightning as L
+cfg = omegaconf.OmegaConf.merge(omegaconf.OmegaConf.load(sys.argv[1]), omegaconf.OmegaConf.from_dotlist(sys.argv[2:]))
+trainer = L.Trainer(default_root_dir=cfg.place, max_steps=cfg.rounds{more})
+trainer.fit(net, ckpt_path=cfg.begin)
+"""
+BEST = """
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+keeps = ModelCheckpoint(dirpath="kept", filename="{epoch}", monitor="acc", save_last=True)
+L.Trainer(max_epochs=30, callbacks=[keeps]).fit(net)
+"""
+BY_DICTIONARY = """
+import argparse, lightning as L
+parser = argparse.ArgumentParser()
+parser.add_argument("--kept", default="logs"); parser.add_argument("--num_steps", default=9)
+told = {"dirpath": find_place(), "filename": "{epoch:06}"}
+L.Trainer(max_epochs=30, callbacks=[make("ModelCheckpoint", told)], default_root_dir=parser.parse_args().kept).fit(net)
+"""
+MMENGINE = """
+import argparse
+from mmengine.config import Config
+from mmengine.runner import Runner
+parser = argparse.ArgumentParser()
+parser.add_argument("config"); parser.add_argument("--work-dir")
+cfg = Config.fromfile(parser.parse_args().config)
+Runner.from_cfg(cfg).train()
+"""
+STATES = script(
+    """save(f"w-{step}.safetensors")
+            if args.whole: keep_all(args, step)""",
+    head="""
+from accelerate import Accelerator
+def keep_all(args, step):
+    accelerator.save_state(os.path.join(args.dest, f"all-{step}"))
+""",
+    arguments='parser.add_argument("--whole", action="store_true")',
+    before="accelerator = Accelerator()\n    def save(name): torch.save(net, os.path.join(args.dest, name))",
+)
+MOVED = """
+import torch
+from iopath.common.file_io import g_pathmgr
+class Teacher:
+    def __init__(self, conf, epochs):
+        self.conf, self.epochs = conf, epochs
+    def train(self):
+        for epoch in range(self.epochs):
+            loss.backward()
+            self.keep(epoch)
+    def keep(self, epoch):
+        paths, names = [], ["newest"]
+        if epoch in self.extra:
+            names.append(f"newest_{epoch}")
+        for name in names:
+            paths.append(self.conf.save_dir + "/" + f"{name}.pt")
+        for path in paths:
+            self.write({"optimizer": 1, "epoch": epoch}, path)
+    def write(self, state, path):
+        part = f"{path}.tmp"
+        with g_pathmgr.open(part, "wb") as f:
+            torch.save(state, f)
+        g_pathmgr.mv(part, path)
+"""
+BY_PACKAGE = """
+import argparse
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
+parser = argparse.ArgumentParser(); parser.add_argument("-c", "--config")
+with initialize_config_module("kit"):
+    instantiate(compose(parser.parse_args().config).teacher).train()
+"""
+SPREAD = """
+import click, os, torch
+def loop(place=".", rounds=900):
+    for step in range(rounds):
+        loss.backward()
+        if step % 50 == 0:
+            torch.save({"step": step}, os.path.join(place, f"at-{step}.pt"))
+@click.command()
+@click.option("--dest", default="kept")
+@click.option("--flat", is_flag=True)
+def main(**words):
+    told, c = Box(words), Box()
+    if told.flat:
+        c.place = told.dest
+    else:
+        c.place = os.path.join(told.dest, f"{count():05d}-run")
+    loop(**c)
+main()
+"""
+STOPPER = """
+import argparse, torch
+class Stopper:
+    def __call__(self, score, net, path):
+        self.keep(net, path)
+    def keep(self, net, path):
+        torch.save(net, path + "/" + "newest.pth")
+parser = argparse.ArgumentParser()
+parser.add_argument("--kept", default="kept"); parser.add_argument("--train_epochs", type=int, default=7)
+parser.add_argument("--itr", type=int, default=1)
+args = parser.parse_args()
+stopper = Stopper()
+for ii in range(args.itr):
+    train_steps = len(loader)
+    for epoch in range(args.train_epochs):
+        loss.backward()
+        print(f"Epoch: {epoch}, Steps: {train_steps} | Loss: {loss:.3f}")
+        stopper(loss, net, args.kept)
+"""
+CLOSURE = """
+import torch
+for_all = None
+def main(epochs=30):
+    for epoch in range(epochs):
+        for itr, batch in enumerate(loader):
+            loss.backward()
+            def tell():
+                print("[%d, %5d] loss: %.3f" % (epoch + 1, itr, loss))
+            tell()
+        torch.save({"epoch": epoch, "optimizer": 1}, "kept/newest.pt")
+main()
+"""
+ARRAYS = """#!/bin/bash
+KEPT=$1
+MODEL=(
+    --layers 4  # small
+    --hidden 8
+)
+KEEPS=(
+    --steps 4000
+    --dest $KEPT
+)
+torchrun --nproc_per_node 8 t.py ${MODEL[@]} \\
+    "${KEEPS[@]}"
+"""
+
 CASES: dict[str, CodeCase] = {
+    # What public repositories of 2026-12 showed
+    "the file of a launcher is no script, and states the number of processes": CodeCase(
+        files={"t.py": PLAIN, "conf/two.yaml": "num_machines: 1\nnum_processes: 4\n"},
+        command="accelerate launch --config_file conf/two.yaml t.py --steps 300",
+        expects={
+            "job.command": r"^accelerate launch --num_processes \{gpus\} --config_file conf/two\.yaml t\.py --steps",
+            "job.checkpoint.each": AT_STEP,
+        },
+        says=("4 processes",),
+    ),
+    "a Trainer that saves each epoch is not told to save each 500 steps": CodeCase(
+        files={"t.py": HF + "trainer.train(resume_from_checkpoint=told.resume_from_checkpoint)"},
+        command="python t.py --num_train_epochs 2 --save_strategy epoch",
+        expects={
+            "job.checkpoint.every": r"^\{'epochs': 1\}$",
+            "job.command": r"epoch --output_dir \{checkpoints\}$",
+            "job.resume.args": r"^--resume_from_checkpoint \{checkpoint\}$",
+        },
+    ),
+    "a Trainer whose strategy is unknown has an interval to look at": CodeCase(
+        files={"t.py": HF + "trainer.train()"},
+        command="python t.py --save_strategy no",
+        expects={"job.checkpoint.every": "minutes"},
+        says=("CHECK: how often the script saves",),
+    ),
+    "a Trainer that is given its newest checkpoint if there is one": CodeCase(
+        files={
+            "t.py": HF
+            + "if list(told.output_dir.glob('checkpoint-*')):\n    trainer.train(resume_from_checkpoint=True)\n"
+            "else:\n    trainer.train()"
+        },
+        command="python t.py --max_steps 90",
+        expects={"job.resume": None},
+        says=("gives train\\(\\) its newest checkpoint",),
+        silent=("begins anew",),
+    ),
+    "words that the parser takes and the script leaves lying do not resume": CodeCase(
+        files={"t.py": HF + "trainer.train(model_path=told.place)"},
+        command="python t.py --max_steps 90",
+        expects={"job.resume": None},
+        says=("how the script goes on from a checkpoint",),
+    ),
+    "GPUs that are listed are no number": CodeCase(
+        files={"t.py": PLAIN},
+        command="python t.py --devices cuda:0 cuda:1 cuda:2",
+        expects={"job.command": r"--devices cuda:0 cuda:1 cuda:2 ", "fleet.instance_types": "g6e.12xlarge"},
+    ),
+    "a list of one GPU is no number either": CodeCase(
+        files={"t.py": PLAIN},
+        command="python t.py --gpus 0,",
+        expects={"job.command": r"--gpus 0, ", "fleet.instance_types": "g6e.2xlarge"},
+    ),
+    "a number of an option is not taken for that of the processes": CodeCase(
+        files={"go.sh": '#!/bin/sh\ntorchrun --nproc_per_node=8 t.py "$@"\n', "t.py": PLAIN},
+        command="./go.sh --batch 8",
+        expects={"job.command": r"--batch 8 "},
+    ),
+    "a bound in a name is no step": CodeCase(
+        files={
+            "t.py": script(
+                'torch.save({"step": step}, os.path.join(args.dest, name, f"at-{step}.pt"))',
+                before='name = f"mini_{cfg.max_train_steps}_{cfg.accumulation_steps}"',
+            )
+        },
+        expects={"job.checkpoint.each": r"^mini_\*_\*/at-\{step\}\.pt$"},
+    ),
+    "of a latest file and rarer ones with a number the latest": CodeCase(
+        files={
+            "t.py": script(
+                "torch.save({'optimizer': 1}, args.dest + '/net-latest.tar')\n"
+                "            if step % 200 == 0: torch.save({'optimizer': 1}, f'{args.dest}/net-{step}.tar')"
+            )
+        },
+        expects={"job.checkpoint.each": r"^net-latest\.tar$", "job.checkpoint.every.steps": "^50$"},
+    ),
+    "a name that counts saves states no step": CodeCase(
+        files={
+            "t.py": script('torch.save({"step": step}, f"{args.dest}/m-{step // args.often}.pt")', arguments=EVERY_50)
+        },
+        expects={"job.checkpoint.each": r"^m-\*\.pt$", "job.checkpoint.rewritten": "True"},
+    ),
+    "Lightning saves below its logger's folder": CodeCase(
+        files={"t.py": MERGED.replace("{more}", ""), "a.yaml": "place: kept\nrounds: 70\nbegin: null\n"},
+        command="python t.py a.yaml",
+        expects={
+            "job.command": r"^python t\.py a\.yaml place=\{checkpoints\}$",
+            "job.checkpoint.format": "^lightning$",
+            "job.checkpoint.each": r"^\*/\*/checkpoints/\*step=\{step\}\.ckpt$",
+            "job.resume.args": r"^begin=\{checkpoint\}$",
+            "job.work.steps": "^70$",
+        },
+        silent=("in which folders",),
+    ),
+    "which folder that is depends on the logger": CodeCase(
+        files={
+            "t.py": MERGED.replace("{more}", ", logger=loggers"),
+            "a.yaml": "place: kept\nrounds: 70\nbegin: null\n",
+        },
+        command="python t.py a.yaml",
+        says=(r"folder: .*CHECK: t\.py:4 says in which folders below it",),
+    ),
+    "a LightningCLI takes its file's values by its own words": CodeCase(
+        files={"t.py": CLI.replace("{run}", ""), "a.yaml": CLI_FILE},
+        command="python t.py fit --config a.yaml --trainer.max_epochs=20",
+        expects={
+            "job.command": r"--trainer\.default_root_dir \{checkpoints\}$",
+            "job.checkpoint.each": r"^kept/\*e_\{epoch:03d\}\*\.ckpt$",
+            "job.resume.args": r"^--ckpt_path \{checkpoint\}$",
+            "job.work.epochs": "^20$",
+            "rehearsal.job.command": r"--trainer\.max_epochs 6 ",
+        },
+        says=(r"# progress: .*CHECK: a\.yaml:\d+: RichProgressBar prints no line",),
+    ),
+    "a LightningCLI that does not run by itself takes no checkpoint": CodeCase(
+        files={"t.py": CLI.replace("{run}", ", run=False") + "cli.trainer.fit(cli.model)\n", "a.yaml": CLI_FILE},
+        command="python t.py --config a.yaml",
+        expects={"job.resume": None},
+        says=("# resume: .*CHECK",),
+    ),
+    "of the best and the last the last is the checkpoint": CodeCase(
+        files={"t.py": BEST},
+        expects={"job.checkpoint.each": r"^last\*\.ckpt$", "job.checkpoint.rewritten": "True"},
+    ),
+    "a callback that a dictionary makes; a framework's own length precedes others": CodeCase(
+        files={"t.py": BY_DICTIONARY},
+        expects={"job.checkpoint.each": r"\*epoch=\{epoch:06\}\*\.ckpt$", "job.work.epochs": "^30$"},
+        says=(r"CHECK: t\.py:5 says in which folders",),
+    ),
+    "MMEngine resumes by a file, and its configurations stand on others": CodeCase(
+        files={
+            "t.py": MMENGINE,
+            "c/net.py": "_base_ = ['../base/long.py']\nmodel = dict(depth=18)\n",
+            "base/long.py": "train_cfg = dict(max_epochs=70)\ndefault_hooks = dict(checkpoint=dict(interval=2))\n",
+        },
+        command="python t.py c/net.py",
+        expects={
+            "job.checkpoint.each": r"^epoch_\{epoch\}\.pth$",
+            "job.checkpoint.also": "last_checkpoint",
+            "job.checkpoint.every.epochs": "^2$",
+            "job.work.epochs": "^70$",
+        },
+    ),
+    "MMEngine by iterations": CodeCase(
+        files={
+            "t.py": MMENGINE,
+            "c.py": "train_cfg = dict(max_iters=700)\ndefault_hooks = dict(checkpoint=dict(interval=20))\n",
+        },
+        command="python t.py c.py",
+        expects={
+            "job.checkpoint.each": r"^iter_\{step\}\.pth$",
+            "job.checkpoint.every.steps": "^20$",
+            "job.work.steps": "^700$",
+        },
+    ),
+    "whole states that an option switches on": CodeCase(
+        files={"t.py": STATES},
+        command="accelerate launch t.py",
+        expects={
+            "job.command": r"--whole",
+            "job.checkpoint.each": r"^all-\{step\}/$",
+            "job.checkpoint.complete": "random_states_0",
+        },
+        says=("saves this only with --whole",),
+    ),
+    "a file that is moved, of a list, of a class that a package's configuration names": CodeCase(
+        files={
+            "kit/go.py": BY_PACKAGE,
+            "kit/teacher.py": MOVED,
+            "kit/__init__.py": "",
+            "kit/conf/a.yaml": "teacher:\n  _target_: kit.teacher.Teacher\n  conf: {save_dir: kept/here}\n"
+            "  epochs: 12\n",
+        },
+        command="python kit/go.py -c conf/a.yaml",
+        expects={
+            "job.checkpoint.each": r"^newest\.pt$",
+            "job.checkpoint.folder": "^kept/here$",
+            "job.work.steps": "^12$",
+        },
+    ),
+    "what ** passes, without the branch that is off": CodeCase(
+        files={"t.py": SPREAD},
+        command="python t.py",
+        expects={"job.command": r"--dest \{checkpoints\}", "job.checkpoint.each": r"^\*-run/at-\{step\}\.pt$"},
+    ),
+    "an object that is called saves; a number of rows is no step, a repetition no length": CodeCase(
+        files={"t.py": STOPPER},
+        expects={
+            "job.command": r"--kept \{checkpoints\}",
+            "job.checkpoint.each": r"^newest\.pth$",
+            "job.work.steps": "^7$",
+            "job.progress.stdout": r"Epoch.*P<step>(?!.*P<(step|batch)>).*Loss",
+        },
+    ),
+    "the batch that a function in the loop tells is no step": CodeCase(
+        files={"t.py": CLOSURE}, expects={"job.checkpoint.each": r"^newest\.pt$"}, silent=(r"\?P<step>\\d\+\)\\\]",)
+    ),
+    "a shell script's arrays, and its first word": CodeCase(
+        files={"go.sh": ARRAYS, "t.py": PLAIN},
+        command="bash go.sh mine",
+        expects={
+            "job.command": r"^bash go\.sh \{checkpoints\}$",
+            "job.work.steps": "^4000$",
+            "job.checkpoint.each": AT_STEP,
+            "fleet.instance_types": "g6e.48xlarge",
+        },
+    ),
+    "a shell script that gives Megatron its folder twice": CodeCase(
+        files={
+            "go.sh": "python t.py --save $1 --load $1 --train-iters 90 --save-interval 30\n",
+            "t.py": "from megatron.training import pretrain\npretrain(net)\n",
+        },
+        command="bash go.sh kept",
+        expects={
+            "job.command": r"^bash go\.sh \{checkpoints\}$",
+            "job.resume": None,
+            "job.work.steps": "^90$",
+            "job.checkpoint.every.steps": "^30$",
+        },
+        says=("--load names the output folder",),
+        silent=("# resume",),
+    ),
+    "a loop that tries again is not the training's, and a function of one's own is no library's": CodeCase(
+        files={
+            "t.py": script(
+                "save_model(f'w-{step}', args)",
+                head="""
+def save_model(name, args):
+    for attempt in range(3):
+        try:
+            return torch.save({"optimizer": 1}, os.path.join(args.dest, name + ".pt"))
+        except OSError:
+            pass
+""",
+            )
+        },
+        expects={"job.work.steps": "^900$", "job.checkpoint.each": r"^w-\{step\}\.pt$", "job.workdir": None},
+    ),
+    "a reading that a setting has to switch on does not happen by itself": CodeCase(
+        files={
+            "t.py": BY_ENVIRONMENT.replace(
+                '    begin = torch.load(os.path.join(KEPT, there[-1]))["step"] if there else 0',
+                "    if cfg['again']: torch.load(os.path.join(KEPT, there[-1]))",
+            ).replace("range(begin,", "range("),
+            "a.yaml": "again: false\n",
+        },
+        command="python t.py a.yaml",
+        says=("how the script goes on from a checkpoint",),
+        silent=("by itself;",),
+    ),
+    "one function that saves at several places is to be looked at": CodeCase(
+        files={
+            "t.py": script(
+                "keep(args, f'at-{step}.pt')\n        if step % 200 == 0:\n            keep(args, 'newest.pt')",
+                head="def keep(args, name):\n    torch.save({'optimizer': 1}, os.path.join(args.dest, name))",
+            )
+        },
+        says=(r"each: .*# CHECK: t\.py:\d+ also saves under other names",),
+    ),
+    "steps that a list names": CodeCase(
+        files={
+            "t.py": script(SAVES, arguments='parser.add_argument("--at", nargs="+", default=[])').replace(
+                "step % 50 == 0", "step in args.at"
+            )
+        },
+        expects={"job.checkpoint.each": AT_STEP, "job.checkpoint.every.minutes": "10"},
+        says=(r"CHECK: how often the script saves.*t\.py:\d+ says when",),
+    ),
+    "weights for an evaluation are no checkpoint beside those of fvcore's checkpointer": CodeCase(
+        files={
+            "t.py": script(
+                "torch.save({'teacher': net}, os.path.join(args.dest, 'eval', f'run_{step}', 'net_checkpoint.pth'))",
+                head="from fvcore.common.checkpoint import Checkpointer, PeriodicCheckpointer",
+                before="keeps = PeriodicCheckpointer(Checkpointer(net, args.dest), period=20)",
+            )
+        },
+        expects={
+            "job.checkpoint.each": r"^model_\{step\}\*\.pth$",
+            "job.checkpoint.also": r"last_checkpoint\*",
+            "job.checkpoint.every.steps": "^20$",
+        },
+    ),
+    "a folder above that of the code is not the run's": CodeCase(
+        files={"t.py": script('torch.save({"step": step}, f"{here()}/../../kept/at-{step}.pt")')},
+        expects={"job.checkpoint.each": AT_STEP, "job.checkpoint.folder": r"^\{checkpoints\}$"},
+        says=(r"folder: .*CHECK: t\.py:\d+ writes to \.\./\.\./kept",),
+    ),
+    "the value that a call gives, not the one for where none is given": CodeCase(
+        files={
+            "t.py": script(
+                'torch.save({"step": step}, f"{place}/at-{step}.pt")',
+                head="def default(value, other):\n    return other if value is None else value",
+                before='place = default(args.dest, "elsewhere"); often = default(args.steps, 3)',
+            )
+        },
+        expects={"job.command": r"--dest \{checkpoints\}", "job.checkpoint.each": AT_STEP},
+    ),
+    "hydra's lists of options, and files for the whole configuration": CodeCase(
+        files={
+            "t.py": HYDRA,
+            "conf/main.yaml": "defaults:\n  - extra: [one, two]\nrun: {folder: kept}\n",
+            "conf/extra/two.yaml": "# @package _global_\nrun:\n  steps: 66\n",
+        },
+        command="python t.py",
+        expects={"job.command": r"run\.folder=\{checkpoints\}", "job.work.steps": "^66$"},
+    ),
     "defaults that are constants, here and in another file": CodeCase(
         files={
             "t.py": script("torch.save(net, f'{args.dest}/step-{step}.pt')", head="from c import LONG\nOUT = 'kept'")

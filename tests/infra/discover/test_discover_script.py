@@ -101,6 +101,90 @@ def test_a_printed_dictionary_states_the_step(
         assert match.groupdict() == (figures or {"step": "7", "loss": "1"})
 
 
+METERED = """
+import torch
+from tqdm.auto import tqdm
+def train(args, loader, steps):
+    for epoch in range(args.epochs):
+        {before}
+        for batch in {over}:
+            loss.backward()
+            {tells}
+train(told, rows, 90)
+"""
+METER_OF_EPOCH = {"epoch": "3", "batch": "20", "batches": "1251", "loss": "0.8123"}
+
+
+@pytest.mark.parametrize(
+    ("before", "over", "tells", "line", "figures"),
+    [
+        (
+            "header = 'Epoch: [{}]'.format(epoch)",
+            "logger.log_every(loader, 10, header)",
+            "pass",
+            "Epoch: [3]  [  20/1251]  eta: 0:10:00  lr: 0.000100  loss: 0.8123 (0.8411)  time: 0.5003",
+            METER_OF_EPOCH,
+        ),
+        (
+            "header = 'Training'",
+            "logger.log_every(loader, 10, header, steps)",
+            "pass",
+            "I2026 helpers.py:102] Training  [    40/125000]  eta: 1:00  lr: 0.1  total_loss: 9.81 (9.9)",
+            {"step": "40", "total": "125000", "loss": "9.81"},
+        ),
+        (
+            "meter = ProgressMeter(len(loader), [time, losses], prefix=f'Epoch: [{epoch}]')",
+            "loader",
+            "meter.display(1)",
+            "Epoch: [3][  20/1251]\tTime  0.4 ( 0.6)\tLoss 0.8123 (6.9011e+00)\tAcc@1   0.00 (  0.41)",
+            METER_OF_EPOCH,
+        ),
+        (
+            "bar = tqdm(total=steps)",
+            "loader",
+            "bar.set_description(f'now at loss {loss:.4f}')",
+            "now at loss 0.51:  12%|#   | 11/90 [00:01<00:09, 8.1it/s]",
+            {"step": "11", "total": "90", "loss": "0.51"},
+        ),
+        (
+            "bar = tqdm(total=len(loader), desc=f'Epoch {epoch + 1}/{args.epochs}')",
+            "loader",
+            "bar.set_postfix(update='7', loss=loss.item())",
+            "Epoch 4/9:  12%|#   | 11/90 [00:01<00:09, 8.1it/s, update=7, loss=0.51]",
+            {"epoch": "4", "batch": "11", "batches": "90", "loss": "0.51"},
+        ),
+        (
+            "pass",
+            "loader",
+            "print(f'Epoch: {epoch}, Step: {global_step}/{args.max_steps}, Loss: {loss:.3f}')",
+            "Epoch: 3, Step: 11/90, Loss: 0.512",
+            {"epoch": "3", "step": "11", "total": "90", "loss": "0.512"},
+        ),
+    ],
+)
+def test_bars_and_meters_state_their_count(
+    tmp_path: Path, before: str, over: str, tells: str, line: str, figures: dict[str, str]
+) -> None:
+    code = folder(tmp_path, {"t.py": METERED.format(before=before, over=over, tells=tells)})
+    match = re.search(look(code).lines[0].regex, line)
+    assert match is not None
+    assert match.groupdict() == figures
+
+
+@pytest.mark.parametrize(
+    ("over", "tells"),
+    [
+        ("loader", "print(f'Saved state at step {step}, loss {loss}')"),
+        ("tqdm(range(steps), desc='validation steps')", "bar.set_postfix(loss=loss)"),
+        ("tqdm(range(steps), desc='validation steps')", "pass"),
+    ],
+)
+def test_lines_of_other_work_are_not_those_of_the_training(tmp_path: Path, over: str, tells: str) -> None:
+    text = METERED.format(before="bar = None", over=over, tells=tells).replace("for batch", "for step")
+    code = folder(tmp_path, {"t.py": text})
+    assert not any(line.is_of_training for line in look(code).lines)
+
+
 TRAINER = """
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 (training_args,) = HfArgumentParser((TrainingArguments,)).parse_args_into_dataclasses()
