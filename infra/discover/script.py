@@ -41,6 +41,7 @@ STEPS = (
 DEVICE, BACKEND = ("device", "device_type"), ("backend", "dist_backend", "ddp_backend")
 COMPILE = ("compile", "torch_compile")
 LOG_EVERY = ("log_interval", "logging_steps", "log_every", "print_freq", "log_freq")
+LIBRARIES = ("tensorflow", "jax", "paddle", "mindspore", "mxnet")
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # SIGINT comes from a keyboard
 _TRAINS = {"backward", "fit", "value_and_grad", "grad", "learn", "train", "train_step", "launch_training"}
 _SUPPORT = re.compile(  # files with another purpose
@@ -80,6 +81,7 @@ class ScriptFacts:
     runs_alone: bool = False  # the script looks for a launcher, and also works without one
     wandb: Finding | None = None
     requirements: str = ""
+    library: str = ""  # the library of another kind than PyTorch on which the script stands
     # files and folders that the code names relative to its start folder, by the first part of their paths
     names_own: dict[str, Finding] = field(default_factory=dict)
     saves_else: Finding | None = None  # saved files that are no checkpoints
@@ -162,6 +164,8 @@ def look(folder: Path, command: str = "") -> ScriptFacts:
     values = Values(reach, settings)
     saves = find_saves(reach, values)
     facts = ScriptFacts(folder=folder, start=start, settings=settings, framework=row, requirements=requirements)
+    modules = [module.partition(".")[0] for module in reach.imported]
+    facts.library = next((module for module in modules if module in LIBRARIES and "torch" not in modules), "")
     facts.coded = {**dict(_in_dictionaries(reach, row)), **dict(_coded(reach, values, row))}
     facts.checkpoint = _checkpoint(saves, values, row)
     chosen = next((save for save in saves.found if facts.checkpoint and save.where == facts.checkpoint.where), None)

@@ -88,7 +88,7 @@ def draft(name: str, facts: ScriptFacts, *, folder: str, command: str = "", mode
         "  owner: you        # a tag of every resource, so that people know whom to ask about a bill",
         "",
         "job:",
-        f"  image: {IMAGE}   # CHECK: any Linux image with sh and the script's packages",
+        f"  image: {IMAGE}   # CHECK: {writer.image()}",
         "  code:",
         f"    folder: {_quoted(folder)}",
         *writer.setup(),
@@ -482,6 +482,12 @@ class _Writer:
         elif not self.starts_trainer or self.facts is not None:
             return written
         return with_setting(written, every.setting, every.count, self.part)
+
+    def image(self) -> str:
+        """What to look at beside the image."""
+        library = self.found.library
+        lacks = f" with {library}, which this image of PyTorch lacks:" if library else ""
+        return f"{lacks} any Linux image with sh and the script's packages".strip()
 
     def setup(self) -> Iterator[str]:
         if self.found.requirements:

@@ -604,6 +604,16 @@ CASES: dict[str, CodeCase] = {
         },
         expects={"job.checkpoint.each": r"^mini_\*_\*/at-\{step\}\.pt$"},
     ),
+    "an image of PyTorch is not one for other libraries": CodeCase(
+        files={"t.py": "import tensorflow as tf\ntf.Model().fit(rows)\n"},
+        command="python t.py",
+        says=("image: .*CHECK: with tensorflow, which this image of PyTorch lacks",),
+    ),
+    "an image of PyTorch is one for a script that also uses another library": CodeCase(
+        files={"t.py": "import tensorflow as tf\nimport torch\ntf.Model().fit(torch.rand(3))\n"},
+        command="python t.py",
+        silent=("this image of PyTorch lacks",),
+    ),
     "of a latest file and rarer ones with a number the latest": CodeCase(
         files={
             "t.py": script(
