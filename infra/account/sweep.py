@@ -55,7 +55,7 @@ def delete(
         if not unwanted:
             return
         ending = any(not leftover.steps for leftover in unwanted)
-        # a resource of somebody else does not end by itself
+        # another owner's resource does not end by itself, so waiting does not help
         blocked = not ending and any(leftover.foreign and not leftover.owner for leftover in leftovers)
         freed = any(refusals.code(error) in IN_USE for error in refused.values()) and not blocked
         if waited >= TIMEOUT_S or not (progress or ending or freed):
