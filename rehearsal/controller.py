@@ -41,14 +41,15 @@ class FleetController:
         on_image: Callable[[str, CloudInstance], None],
         habits: Habits,
     ) -> None:
-        """`on_image` gets the id of an AMI that was made of an instance's disk, and the instance."""
+        """`on_image` is called with the id of an AMI that was made from an instance's disk, and with the instance."""
         self.launcher = launcher
         self.clock = clock
         self.on_launch = on_launch
         self.on_end = on_end
         self.on_image = on_image
         self.habits = habits
-        self.expired_state = "deleted"  # or "active": it is unverified which state AWS gives an expired fleet
+        # may also be "active", because it is not verified which state AWS gives to an expired fleet
+        self.expired_state = "deleted"
         self.fleets: dict[str, CloudFleet] = {}
         self.instances: dict[str, CloudInstance] = {}
         self.lock = threading.RLock()
@@ -103,7 +104,7 @@ class FleetController:
             return {"Return": True}
 
     def delete(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """DeleteFleets, with one answer for each fleet, even if its node ended long ago."""
+        """DeleteFleets. It has one answer for each fleet, even if the fleet's node ended long ago."""
         terminate = bool(request.get("TerminateInstances"))
         done: list[dict[str, Any]] = []
         failed: list[dict[str, Any]] = []
@@ -319,7 +320,9 @@ class FleetController:
             del self.fleets[fleet.id]
 
     def _pools(self, fleet: CloudFleet) -> list[Pool]:
-        """The fleet's pools, cheapest first. Recently interrupted ones come last, as AWS prefers capacity."""
+        """The fleet's pools, the cheapest first. Pools with recent interruptions come last, because AWS prefers pools
+        with capacity.
+        """
         pools = self.launcher.pools(fleet.region, fleet.configs)
         ended = [(i.type, i.zone) for i in self.instances.values() if i.fleet_id == fleet.id and i.notice_at]
         return sorted(pools, key=lambda pool: (ended.count((pool.type, pool.zone)), pool.price))
