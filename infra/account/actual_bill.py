@@ -39,11 +39,11 @@ _LINES = (
 _MERGED = {"root disk": "disks", "data disk": "disks", "interruptions": "compute"}
 _NOTES = {
     "compute": "AWS counts the price of each second, free first hours and savings plans",
-    "S3 storage": "the receipt has the bill's figure, for all days until expiry",
-    "S3 write requests": "the receipt has the bill's figure",
-    "S3 read requests": "the receipt has the bill's figure",
-    "transfer of results": "the receipt has the bill's figure; AWS charges it after `gpufleet results`",
-    "logs": "the receipt has the bill's figure",
+    "S3 storage": "the receipt has the bill's amount, for all days until expiry",
+    "S3 write requests": "the receipt has the bill's amount",
+    "S3 read requests": "the receipt has the bill's amount",
+    "transfer of results": "the receipt has the bill's amount; AWS charges it after `gpufleet results`",
+    "logs": "the receipt has the bill's amount",
 }
 _HEADS = ("line", "receipt", "AWS", "difference", "what differs")
 ACTIVATE = (

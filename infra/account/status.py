@@ -153,7 +153,7 @@ def _switch(scheduler: Any, definition: StackDefinition, now: datetime) -> Itera
             at = epoch(schedule["ScheduleExpression"][3:-1] + "Z") or 0.0
             hour = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
             if schedule["State"] == "DISABLED":
-                yield "switch      to on demand: off, as the run is over or its limits do not pay for it"
+                yield "switch      to on demand: off, as the run is over or the cost does not fit within its limits"
             elif at <= now.timestamp():
                 yield f"switch      to on demand: since {hour}, unless AWS has no capacity there"
             else:

@@ -122,8 +122,8 @@ class CampaignBill:
         return (
             f"With {of.pruner}, which judges {of.metric} every {counted(of.every or 1, 'step')}:"
             f" {self.stopped.text(len(self.trials))}. This assumes that good and bad runs come in any order, that"
-            " each keeps its rank from its first figure on, and that a run which loses stops at once. If each run is"
-            " better than all before it, none is stopped."
+            " each keeps its rank from its first metric value on, and that a run which loses stops at once. If each"
+            " run is better than all before it, none is stopped."
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ UPLOAD_GB_S = 1.02
 # seconds to decode one token of all sequences at once in plain PyTorch: kernel launches limit it; reading the weights
 # may take longer
 DECODE_S = 0.02
-_STEP_MS = "estimate.step_ms, one figure per phase with optimizer steps"
+_STEP_MS = "estimate.step_ms, one time per phase with optimizer steps"
 
 # Where step times come from: a calibration or receipt; figures of the definition; one of these, converted from other
 # GPUs; or the table of measured speeds.

@@ -399,7 +399,7 @@ def _limits(bill: Bill, fallbacks: Sequence[Fallback]) -> str:
     notes = [fallback.sentence() for fallback in fallbacks]
     if cap.deadline is not None and not notes:
         notes.append(
-            f"limits.deadline, {deadline_text(cap.deadline)}, is not part of this chance, nor of any figure here:"
+            f"limits.deadline, {deadline_text(cap.deadline)}, is not part of this chance, nor of any time or cost here:"
             " `gpufleet compare` holds it against the hours."
         )
     return " ".join([sentence, *notes])

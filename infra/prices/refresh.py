@@ -239,7 +239,7 @@ def renew(
 def _report(done: Refreshed, folder: Path) -> Iterator[str]:
     yield f"{done.read} prices read, written to {folder}. Commit it, so that everyone's bills use it."
     if done.kept:
-        yield f"\nNot read, {len(done.kept)}; each keeps its old figure with its old date and source:"
+        yield f"\nNot read, {len(done.kept)}; each keeps its old price with its old date and source:"
     for figure in done.kept:
         old = f"; the old one is of {figure.as_of}" if figure.as_of else "; there is no old one"
         yield f"  - {figure.what}: {figure.why}{old}"

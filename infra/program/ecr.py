@@ -35,5 +35,5 @@ def abroad(image: str, region: str) -> str:
         return ""
     return (
         f"job.image is in ECR of {private.region}: each node pulls it across regions, for which AWS charges by the GB; "
-        f"the bill does not count that. Copy it to {region}."
+        f"the bill does not include that. Copy it to {region}."
     )

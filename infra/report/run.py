@@ -190,7 +190,7 @@ def _training(run: RunResults) -> Iterator[str]:
         for node in run.receipt.attempts
         if node.interrupted
         for name, colour in [
-            ("node taken with a notice", "orange") if _noticed(node) else ("node gone without one", "red")
+            ("node taken with a notice", "orange") if _noticed(node) else ("node gone without a notice", "red")
         ]
     ] + [
         Mark(at=float(record["step"]), name=f"Xid {record['gpu_xid']}, an error of the GPU driver", colour="purple")

@@ -36,7 +36,7 @@ class Grade:
     def text(self) -> str:
         """The goal, whether it was met, and by how much."""
         if self.reached is None:
-            verdict = "missed: the run left no such figure"
+            verdict = "missed: the run left no such value"
         elif self.met:
             verdict = f"met with {shown(self.reached)}"
         elif is_met(self.name, self.wanted, self.reached):

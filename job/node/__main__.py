@@ -509,7 +509,7 @@ class NodeRun:
 
     def _end_unknown(self) -> NoReturn:
         """Ends an unknown fleet. Does not write done.json, because the run may belong to another fleet."""
-        why = "no stack's state names its fleet"
+        why = "its fleet is in no stack's state"
         say(f"{why}: docs/real-aws.md, A command that was killed")
         self._record_exit(AttemptExit.TERMINATED, why)
         self._upload_log()

@@ -180,7 +180,7 @@ class HandOver(OneFleet):
         if self._schedule.change(hour, enabled=spent.switch_is_paid):
             self._again_at = now + MOVE_S
             begins = f"AWS begins on demand at {iso(hour)}, unless a node moves that hour"
-            say(begins if spent.switch_is_paid else "no switch to on demand: the limits do not pay for the rest")
+            say(begins if spent.switch_is_paid else "no switch to on demand: the rest costs more than the limits allow")
         else:
             self._refused(now)
 

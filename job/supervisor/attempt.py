@@ -392,8 +392,9 @@ class Supervisor:
         )
         if next_switch.is_paid != self._switch_is_paid:
             self._switch_is_paid = next_switch.is_paid
-            pay = "pay again" if next_switch.is_paid else "do not pay"
-            self.say(f"fallback: the limits {pay} for the rest on demand{'' if next_switch.is_paid else ': no switch'}")
+            fits = "fits" if next_switch.is_paid else "no longer fits"
+            then = "" if next_switch.is_paid else ": no switch"
+            self.say(f"fallback: the cost of the rest on demand {fits} within the limits{then}")
         self._tell(
             Spent(
                 spent_usd=spent.usd,
@@ -573,7 +574,7 @@ class Supervisor:
         while not self.tracker.wait(TICK_S):
             self._keep_alive()
             if self.clock() >= until:
-                return self.say("warning: log.tracker did not end in time: its last figures are lost")
+                return self.say("warning: log.tracker did not end in time: its last metrics are lost")
 
     def _tell_end(self, done: ends.Done, code: int) -> None:
         """Writes to the bucket how the run ended. If this fails, no further attempt is needed: within minutes the node

@@ -103,8 +103,8 @@ class Meter:
             return None
         price = f"${spent.usd_per_hour} an hour"
         if self._at_ceiling:
-            return f"AWS gives no spot price: until it does, compute counts at the highest possible one, {price}"
-        return f"AWS gives the spot price, {price}: it counts from the launch on"
+            return f"AWS gives no spot price: until it does, compute is charged at the highest possible price, {price}"
+        return f"AWS gives the spot price, {price}, which replaces the highest possible price since the launch"
 
     def spent(self, now: float, others_until: float | None = None) -> Spending:
         """The cost up to `now`, to 0.0001 USD; if `others_until` is given, also what other nodes spend up to

@@ -120,10 +120,10 @@ class Tracker:
             code = self._process.wait()
             # an end by `kill` is no failure, because the next attempt sends the rest
             if code not in (0, -signal.SIGKILL):
-                self._say(f"warning: log.tracker, {kind}, ended with {code}: its further figures are not sent")
+                self._say(f"warning: log.tracker, {kind}, ended with {code}: its further metrics are not sent")
             reading_thread.join()
         except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on without a tracker
-            self._say(f"warning: no figures are sent to {kind}: {type(error).__name__}: {error}")
+            self._say(f"warning: no metrics are sent to {kind}: {type(error).__name__}: {error}")
         finally:
             self._ended = True  # otherwise later lines would wait in memory for a process that has ended
 

@@ -190,7 +190,7 @@ def read_folder(
     path = folder / "discovery.jsonl"
     discovery = _sentences(path) if path.exists() else {}
     if (asked := max(family.weak.queries for _, family in variants(config))) > len(discovery):
-        few = f"discovery queries: {len(discovery):,}, training has weak labels for no more"
+        few = f"discovery queries: {len(discovery):,}, training has weak labels only for these"
         none = "no discovery.jsonl: training has no weak labels"
         say(f"{few if discovery else none}, though job.parameters.weak.queries is {asked}")
     labels, models, judged = _labels(folder / "labels.csv", list(queries))

@@ -113,7 +113,7 @@ class Expressions:
                     raise Forbidden(node, f"a name for {ast.unparse(call)}")
                 continue
             if not isinstance(call, ast.Call) or self._full(call.func) != "torch.cuda.device" or item.optional_vars:
-                raise Forbidden(node, f"With is allowed only for torch.cuda.device, {' and '.join(NO_GRADIENTS)}")
+                raise Forbidden(node, f"`with` is allowed only for torch.cuda.device, {' and '.join(NO_GRADIENTS)}")
             for part in call_arguments(call):
                 self._expression(part)
         for statement in node.body:
