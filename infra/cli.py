@@ -213,7 +213,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _refused(error: Exception) -> GpufleetError | None:
-    """The error for a refusal by AWS or by the connection to it; None for other errors. It imports no botocore."""
+    """The error for a refusal by AWS or by the connection to it; None for other errors. This function imports no
+    botocore.
+    """
     if "botocore" not in sys.modules:
         return None
     from gpufleet.infra.account.refusals import refusal

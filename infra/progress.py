@@ -130,4 +130,4 @@ def say(args: argparse.Namespace, to: Callable[[str], None] = print) -> Callable
 
 
 def _nothing() -> None:
-    """Does nothing. It replaces the functions that clear and draw a bar, after the bar is closed."""
+    """Does nothing. This function replaces those that clear and draw a bar, after the bar is closed."""

@@ -1,5 +1,5 @@
-"""`python -m gpufleet.job WORKDIR/run.json`: the supervisor. It starts and watches the trainer. Only the supervisor
-writes to S3.
+"""`python -m gpufleet.job WORKDIR/run.json`: the supervisor. The supervisor starts and watches the trainer. Only the
+supervisor writes to S3.
 
 Everything else of the run lies in WORKDIR: data/, ckpt/, job.log, packages/ (what the image lacks, installed first).
 

@@ -1,7 +1,7 @@
 """Reads this node's GPUs from the driver: model, load, memory, temperature and Xid errors.
 
 nvidia-smi exists on every machine with a driver. Xid errors come from the driver's library NVML, because a container
-may not read the kernel's log. It needs no torch.
+may not read the kernel's log. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Sampler:
         return next((f"Xid {xid}, {LOST[xid]}" for xid in self.xids if xid in LOST), self._gone or "")
 
     def close(self) -> None:
-        """Ends nvidia-smi and the thread. If nvidia-smi waits for a GPU that is off the bus, it cannot be killed. It is
-        not waited for, because the node is billed meanwhile.
+        """Ends nvidia-smi and the thread. If nvidia-smi waits for a GPU that is off the bus, it cannot be killed. The
+        end of nvidia-smi is not waited for, because the node is billed meanwhile.
         """
         self._ended.set()
         if self._process is not None:

@@ -1,5 +1,5 @@
-"""Reads from a run's own files how fast it was, and on which settings and code this speed depends. It imports neither
-torch nor infra.
+"""Reads from a run's own files how fast it was, and on which settings and code this speed depends. This module imports
+neither torch nor infra.
 
 A probe (job/probe.py) and a receipt (job/supervisor/receipt.py) both leave one such *measurement*;
 infra.evidence.calibration reads it and docs/calibration.md documents its keys. All values come from metrics.jsonl,

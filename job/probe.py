@@ -1,7 +1,7 @@
 """A probe: a few hundred steps of the real trainer, measured from outside.
 
-It starts and controls the trainer in the same way as the supervisor: with its command line and the files of its work
-folder (docs/interruptions.md). So a probe works for every experiment, and measures what a run will do.
+The probe starts and controls the trainer in the same way as the supervisor: with its command line and the files of its
+work folder (docs/interruptions.md). So a probe works for every experiment, and measures what a run will do.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Implements AWS actions that moto does not have or answers wrongly. They are used only for accounts that belong to a
-Cloud. Each action answers in the API's own spelling, and moto's serializers write the protocol. EC2 refuses to delete a
-resource in use. moto would delete it, so this module refuses such a request before moto sees it.
+"""Implements AWS actions that moto does not have or answers wrongly. These actions are used only for accounts that
+belong to a Cloud. Each action answers in the API's own spelling, and moto's serializers write the protocol. EC2 refuses
+to delete a resource in use. moto would delete it, so this module refuses such a request before moto sees it.
 """
 
 from __future__ import annotations

@@ -158,7 +158,9 @@ class Cloud:
         }
 
     def client(self, service: str, region: str | None = None) -> Any:
-        """A boto3 client of this Cloud with the dummy credentials. It is cached: making one for EC2 takes 50 ms."""
+        """A boto3 client of this Cloud with the dummy credentials. The client is cached: making one for EC2 takes 50
+        ms.
+        """
         import boto3
 
         key = service, region or self.region

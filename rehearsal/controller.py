@@ -1,9 +1,9 @@
 """The fleets that moto lacks: a state machine on an injected clock.
 
-It follows the AWS column of the table in docs/rehearsal.md. A maintain fleet replaces nodes that end. ModifyFleet and
-expiry terminate nodes with a notice. A failed launch is an event, not an error of CreateFleet. An instant fleet
-launches at once, answers with its errors, and stays in `deleted_terminating`. Requests and answers are dicts in the EC2
-API's own spelling; moto handles the protocols.
+This module follows the AWS column of the table in docs/rehearsal.md. A maintain fleet replaces nodes that end.
+ModifyFleet and expiry terminate nodes with a notice. A failed launch is an event, not an error of CreateFleet. An
+instant fleet launches at once, answers with its errors, and stays in `deleted_terminating`. Requests and answers are
+dicts in the EC2 API's own spelling; moto handles the protocols.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class FleetController:
             return {"Return": True}
 
     def delete(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """DeleteFleets. It has one answer for each fleet, even if the fleet's node ended long ago."""
+        """DeleteFleets. The result has one answer for each fleet, even if the fleet's node ended long ago."""
         terminate = bool(request.get("TerminateInstances"))
         done: list[dict[str, Any]] = []
         failed: list[dict[str, Any]] = []
@@ -129,8 +129,8 @@ class FleetController:
             return {"SuccessfulFleetDeletions": done, "UnsuccessfulFleetDeletions": failed}
 
     def describe(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """DescribeFleets. It includes deleted fleets for as long as AWS shows them; instant fleets are described only
-        by id (API reference, 2026-11-27). States are always current, tags are not.
+        """DescribeFleets. The answer includes deleted fleets for as long as AWS shows them; instant fleets are
+        described only by id (API reference, 2026-11-27). States are always current, tags are not.
         """
         with self.lock:
             self.tick()

@@ -187,8 +187,9 @@ def _result(ok: bool, text: str, events: Iterable[dict[str, Any]]) -> Result:
 
 
 class InProcess(Engine):
-    """Runs the program without the engine. It only creates resources, records options, and deletes the resources that
-    are not retained. A second up, a new run id, refresh and replacement need the real engine; here they are refused.
+    """Runs the program without the engine. This runner only creates resources, records options, and deletes the
+    resources that are not retained. A second up, a new run id, refresh and replacement need the real engine; here they
+    are refused.
     """
 
     name = "in-process runner (engine behaviour not tested)"

@@ -1,6 +1,6 @@
 """Prevents the user's environment from disturbing the connection to the embedded AWS.
 
-It imports nothing, so that it can be used before moto, which reads AWS's configuration when it is imported.
+This module imports nothing, so that it can be used before moto, which reads AWS's configuration when it is imported.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Checks what a rehearsal must show: every promise about the run, with a measured value or a fact. It reads only files
-that a user gets too: the results folder, the receipt, the timeline.
+"""Checks what a rehearsal must show: every promise about the run, with a measured value or a fact. This module reads
+only files that a user gets too: the results folder, the receipt, the timeline.
 """
 
 from __future__ import annotations

@@ -115,7 +115,9 @@ def allowed(statements: Iterable[Statement], wish: AccessRequest) -> bool:
 def _of_key(
     request: Request, wishes: Iterable[AccessRequest], key_of: Callable[[str], str | None]
 ) -> Iterator[AccessRequest]:
-    """S3's requests to the bucket's key on behalf of whoever reads or writes; each part of an upload needs both."""
+    """The requests that S3 makes to the bucket's key for a reader or writer of objects. Each part of an upload needs
+    Decrypt and GenerateDataKey.
+    """
     needs = {
         "s3:GetObject": ["Decrypt"],
         "s3:PutObject": ["GenerateDataKey", *(["Decrypt"] * ("uploadId=" in request.query))],

@@ -36,8 +36,8 @@ class Habits:
 
 
 def recorded(proof: Proof) -> Habits:
-    """The habits of a real account. They are the medians of its times; for a notice, the longest time that was left
-    when a node saw it.
+    """The habits of a real account. The habits are the medians of the account's times; for a notice, the longest time
+    that was left when a node saw it.
     """
     usual = Habits()
     return Habits(

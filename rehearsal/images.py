@@ -68,7 +68,7 @@ class Docker:
     def impatience(self, definition: StackDefinition) -> str:
         """A sentence if the image's torchrun kills its workers before `stop.grace_s` is over; empty if it does not.
 
-        The node sets a variable for this, but only torch since 2026 reads it.
+        The node sets an environment variable with the right time, but only torch since 2026 reads this variable.
         """
         config = definition.job.parameters
         if not LAUNCHED.search(getattr(config, "command", "")) or config.grace_s <= TORCHRUN_S:

@@ -1,8 +1,8 @@
 """Runs the program without the Pulumi engine: `python -m gpufleet.rehearsal.inprocess preview|up FOLDER STACK REPORT`.
 
-It is a separate process because the SDK's settings are global. The mock monitor of the SDK replaces the engine. When a
-resource is registered, it is really created, by the same handlers as in the gRPC provider. All requests, with their
-options and dependencies, are written to REPORT.
+The program runs in a separate process because the SDK's settings are global. The mock monitor of the SDK replaces the
+engine. When a resource is registered, it is really created, by the same handlers as in the gRPC provider. All requests,
+with their options and dependencies, are written to REPORT.
 """
 
 from __future__ import annotations

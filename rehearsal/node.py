@@ -42,7 +42,7 @@ exec bash "$0"
 
 @dataclass(kw_only=True, slots=True)
 class RehearsalNode:
-    """A running node. Its folder stands for the root folder of the machine."""
+    """A running node. The node's folder stands for the root folder of the machine."""
 
     instance: CloudInstance
     root: Path

@@ -75,8 +75,8 @@ def modules_lacking(definition: StackDefinition, root: Path) -> str:
 
 @contextmanager
 def secret_values(wanted: Iterable[str]) -> Iterator[None]:
-    """Sets random values for those secrets of the jobs that are not set in the environment. They cannot be guessed, so
-    if a file contains one, it must come from the node.
+    """Sets random values for those secrets of the jobs that are not set in the environment. The values cannot be
+    guessed, so if a file contains one, it must come from the node.
     """
     names = [environment.SECRET + name for name in wanted]
     made = {name: f"{secrets.token_hex(12)}:{secrets.token_hex(12)}" for name in names if name not in os.environ}

@@ -1,5 +1,5 @@
 """A rehearsal without the user's script, for a command that needs a GPU. A stand-in prints steps and writes files with
-the declared names, sizes and pace. It tests the definition file, not the script.
+the declared names, sizes and pace. Such a rehearsal tests the definition file, not the script.
 """
 
 from __future__ import annotations

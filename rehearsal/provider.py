@@ -78,7 +78,7 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
         return plugin_pb2.PluginInfo(version=importlib.metadata.version("pulumi-aws"))
 
     def GetSchema(self, request: Any, context: Any) -> Any:
-        """The schema for `pulumi import`. It has all types, with properties of any kind."""
+        """The schema for `pulumi import`. The schema has all types, with properties of any kind."""
         anything = {"$ref": "pulumi.json#/Any"}
         resources = {
             kind: {

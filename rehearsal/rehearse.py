@@ -382,8 +382,8 @@ def headline(why: str) -> str:
 
 @contextmanager
 def step(rehearsal: Rehearsal, name: str) -> Iterator[None]:
-    """A context for one step. It adds the step's name to an error that is raised in it, and records how long the step
-    took.
+    """A context for one step. The context adds the step's name to an error that is raised in it, and records how long
+    the step took.
     """
     began = rehearsal.timeline.seconds
     try:

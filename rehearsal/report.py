@@ -66,8 +66,8 @@ def duration_check(seconds: float) -> Promise:
 
 
 def closing(checks: Sequence[Promise], seconds: float) -> str:
-    """The last line of a rehearsal without a broken promise. It says what was not shown, and which times are
-    too long.
+    """The last line of a rehearsal without a broken promise. The line says what was not shown, and which times are too
+    long.
     """
     if unshown := [f"{check.name}: {check.figure}" for check in checks if not check.shown]:
         return f"NOT SHOWN, after {seconds:.0f} s: {'; '.join(unshown)}. Everything else held."

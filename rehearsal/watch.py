@@ -1,6 +1,6 @@
-"""Follows a run from outside while it trains, and interrupts it at points that depend on the definition's seed. It
-reads only what a person could read: the fleet, the nodes' logs and metrics, and the bucket. It changes nothing; it only
-causes interruptions.
+"""Follows a run from outside while it trains, and interrupts it at points that depend on the definition's seed. This
+module reads only what a person could read: the fleet, the nodes' logs and metrics, and the bucket. This module changes
+nothing; it only causes interruptions.
 """
 
 from __future__ import annotations

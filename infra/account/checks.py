@@ -1,4 +1,6 @@
-"""The checks of `gpufleet doctor` on credentials, roles, offers, AMI, disk key and inputs. They change nothing."""
+"""The checks of `gpufleet doctor` on credentials, roles, offers, AMI, disk key and inputs. The checks change
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -253,8 +255,8 @@ def _key(disk: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -
 
 
 def _bucket_key(key: str, definition: StackDefinition, kms: Any) -> Check:
-    """Whether nodes can use the bucket's key. Their role does not exist before `up`, so IAM cannot be asked about it.
-    The answer is certain only if the key's policy leaves the decision to the account's IAM policies.
+    """Whether nodes can use the bucket's key. The nodes' role does not exist before `up`, so IAM cannot be asked about
+    it. The answer is certain only if the key's policy leaves the decision to the account's IAM policies.
     """
     policy = json.loads(kms.get_key_policy(KeyId=key, PolicyName="default")["Policy"])["Statement"]
     root = f"arn:aws:iam::{key.split(':')[4]}:root"
@@ -352,7 +354,7 @@ def _first(place: str, s3: Any) -> str:
 
 
 def secrets(definition: StackDefinition, client: Callable[[str, str], Any]) -> Iterator[Check]:
-    """Whether the job's secrets exist where the file says. Their values are not read."""
+    """Whether the job's secrets exist where the file says. The secrets' values are not read."""
     region, own = definition.fleet.region, definition.account.kms_key or ""
     for reference in dict.fromkeys(secrets_needed(definition.job.parameters).values()):
         service, _, name = reference.partition(":")

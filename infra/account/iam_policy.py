@@ -1,4 +1,4 @@
-"""Decides whether policy statements allow one request. It applies only those rules of IAM that are certain.
+"""Decides whether policy statements allow one request. This module applies only those rules of IAM that are certain.
 
 There are three answers: True, False, and None if a condition depends on something unknown or uses an operator that is
 not implemented here. AWS itself cannot answer for a service-linked role: IAM's simulator accepts only users as callers

@@ -1,4 +1,5 @@
-"""Lists the leftovers of a stack in the account: each resource, its cost, and the way to remove it. It only reads.
+"""Lists the leftovers of a stack in the account: each resource, its cost, and the way to remove it. This module only
+reads.
 
 Tags alone are not enough, because a maintained fleet tags neither its spot nodes' disks nor their network interfaces.
 So the module goes from instances to their disks, and from the VPC to its contents. Everything in the stack's VPC counts

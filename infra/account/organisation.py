@@ -1,4 +1,6 @@
-"""Checks of `gpufleet doctor` for the definition's `account`: network and permissions boundary. They only read."""
+"""Checks of `gpufleet doctor` for the definition's `account`: network and permissions boundary. The checks only
+read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of `gpufleet doctor` for Service Quotas: vCPUs of the fleet's types, and VPCs. They only read.
+"""Checks of `gpufleet doctor` for Service Quotas: vCPUs of the fleet's types, and VPCs. The checks only read.
 
 The codes come from public tables, read 2026-11-21, because AWS's documentation does not list them in one place. The P5
 spot code could not be confirmed, so `doctor` prints AWS's own name of each quota.

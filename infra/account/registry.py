@@ -1,6 +1,6 @@
 """Finds the digest of an image's tag, without docker.
 
-For a private repository of Amazon ECR it uses ECR's API. It asks any other registry by HTTP (OCI distribution
+For a private repository of Amazon ECR this module uses ECR's API. It asks any other registry by HTTP (OCI distribution
 specification 1.1) with an anonymous token, because a node has no login there.
 """
 

@@ -116,8 +116,8 @@ def check(definition: StackDefinition, sts: Any, iam: Any) -> Iterator[Check]:
 
 
 def _resource(definition: StackDefinition, action: str, account: str) -> str:
-    """The ARN of the resource for which the action is checked. It has a name as in this stack; resources of EC2 have no
-    names.
+    """The ARN of the resource for which the action is checked. The resource has a name as in this stack; resources of
+    EC2 have no names.
     """
     service, _, verb = action.partition(":")
     made, place = f"gpufleet-{definition.name}-0000000", f"{definition.fleet.region}:{account}"

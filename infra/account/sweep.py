@@ -1,5 +1,5 @@
-"""Shows a stack's leftovers for `gpufleet sweep`, and removes them. It deletes only what carries the stack's tags and
-is not kept by the definition.
+"""Shows a stack's leftovers for `gpufleet sweep`, and removes them. `sweep` deletes only what carries the stack's tags
+and is not kept by the definition.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Waits for a node: `pulumi up` ends when AWS has accepted the fleet, not when it has a node.
 
-It reads the fleet's history, prints each new event once with what to do, and gives up at once if waiting cannot help.
-The last lines say why there is no node, in AWS's words if the cause is not known.
+`wait` reads the fleet's history, prints each new event once with what to do, and gives up at once if waiting cannot
+help. The last lines say why there is no node, in AWS's words if the cause is not known.
 
 Sources: event names are those of the EC2 API's EventInformation (botocore 1.44.5). Error names inside descriptions are
 the EC2 API's error codes, read 2026-11-25; public reports show that descriptions contain these codes, and in which

@@ -138,8 +138,8 @@ def figures_within(values: Quantiles) -> tuple[str, str, str]:
 
 
 def amount_within(value: Decimal, within: Quantiles | None = None) -> str:
-    """The amount as text. It has three significant digits, or the digits up to the third one of the range `within`. An
-    amount of at least 0.1 has at most two decimals; a smaller one has two digits of the range.
+    """The amount as text. The text has three significant digits, or the digits up to the third one of the range
+    `within`. An amount of at least 0.1 has at most two decimals; a smaller one has two digits of the range.
     """
     span = abs(value) if within is None else max(within.p90 - within.p10, within.p90 / 100)
     if not span:

@@ -35,7 +35,7 @@ SHOWN = 12  # most runs in the table
 
 
 class PricedTrial(NamedTuple):
-    """One run of a campaign with its bill. `label` is for people. It does not begin if its limit would be below
+    """One run of a campaign with its bill. `label` is for people. A run does not begin if its limit would be below
     `least_usd`.
     """
 

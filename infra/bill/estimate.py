@@ -1,8 +1,8 @@
 """Computes the bill of a run from its definition and the catalog.
 
 The lines are the exact cost of the run without interruptions. One more line, `interruptions`, is added, so that the sum
-of all lines is the p50 of the simulated runs. It can be negative, because AWS does not charge a first hour that it
-interrupts, and because a limit may end the run. (The table shows separately what a limit cuts off, and what unknown
+of all lines is the p50 of the simulated runs. This line can be negative, because AWS does not charge a first hour that
+it interrupts, and because a limit may end the run. (The table shows separately what a limit cuts off, and what unknown
 speed, price and set-up add.) The only date is `today`, which gives spot prices their age.
 """
 

@@ -180,7 +180,7 @@ def fallback_problems(definition: StackDefinition, bill: Bill, fallbacks: Iterab
 
 
 def switch_at(fallback: Fallback, deadline: datetime, now: datetime) -> datetime:
-    """The time of the switch that the program declares, for a run that has done no work yet. It is not earlier than
-    `up` can make the schedule, because AWS refuses a time that has passed.
+    """The time of the switch that the program declares, for a run that has done no work yet. The time is not earlier
+    than `up` can make the schedule, because AWS refuses a time that has passed.
     """
     return max(deadline - timedelta(hours=fallback.needed_h), now + SOONEST).replace(microsecond=0)

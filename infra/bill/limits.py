@@ -130,9 +130,9 @@ def deadline_warnings(definition: StackDefinition, bill: Bill, now: datetime) ->
 
 
 def too_slow(bill: Bill, by_h: float, limit: str) -> str:
-    """A warning for a speed that was assumed and never measured. It says below which share of this speed `limit` ends
-    the run before the work is done. `by_h`: the hours after which the limit begins to stop the run. Empty if that share
-    is below one half.
+    """A warning for a speed that was assumed and never measured. The warning says below which share of this speed
+    `limit` ends the run before the work is done. `by_h`: the hours after which the limit begins to stop the run. Empty
+    if that share is below one half.
     """
     share = slowest(bill.chosen, by_h)
     if bill.calibrated or not 0.5 < share < 1:

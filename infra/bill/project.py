@@ -46,8 +46,8 @@ def bill_basis(
 ) -> BillBasis:
     """The data in the folder `root` for this definition: the prepared dataset, and calibrations of the definition's
     types or of `types`. For a command, calibrations of all types are used, because the times on other types are guessed
-    from them. A scenario that can only be priced may state the size of its data. It keeps this size, because such a
-    dataset does not exist.
+    from them. A scenario that can only be priced may state the size of its data. The scenario keeps this size, because
+    such a dataset does not exist.
     """
     dataset = None if definition.own_data and definition.variant.only_priced else prepared_dataset(definition, root)
     asked = catalog.instances if definition.job.parameters.told_speed else types

@@ -369,7 +369,7 @@ def _chance(definition: StackDefinition, option: TypeCost, hazards: Hazards) -> 
 
 
 def _usd(of: Prepared, usd: Floats) -> Quantiles:
-    """Quantiles and mean of the simulated dollars. They are the exact total without interruptions plus a simulated
-    difference, which is exactly zero for a run without interruptions.
+    """Quantiles and mean of the simulated dollars. The dollars are the exact total without interruptions plus a
+    simulated difference, which is exactly zero for a run without interruptions.
     """
     return quantiles_of(usd - of.exposure.uninterrupted_usd).plus(of.total)

@@ -64,7 +64,7 @@ def redacted(value: Any) -> Any:
 
 
 class FlightFacts:
-    """The facts seen so far. Its methods may be called from any thread."""
+    """The facts seen so far. All methods may be called from any thread."""
 
     def __init__(self) -> None:
         self.seen: dict[str, list[Any]] = {}

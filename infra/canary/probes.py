@@ -232,8 +232,8 @@ def stops_begin(facts: FlightFacts, stack: StackDefinition, asked: Asked, stop_s
 
 
 def _empty_fleet(stack: StackDefinition, template: str, subnet: str, until: datetime) -> dict[str, Any]:
-    """The arguments of CreateFleet for a fleet without nodes. It has the run's tags, so that the role of the stop may
-    end it, and a sweep finds it.
+    """The arguments of CreateFleet for a fleet without nodes. The fleet has the run's tags, so that the role of the
+    stop may end it, and a sweep finds it.
     """
     tags = [{"Key": key, "Value": value} for key, value in own_tags(stack).items()]
     return {

@@ -203,8 +203,8 @@ def folders(parent: Path) -> list[Path]:
 
 
 def write(prices: Prices, parent: Path, day: date) -> Path:
-    """Writes a new folder in `parent`, named after `day`. It appears complete and readable, or not at all, and never
-    replaces another folder. Raises GpufleetError if `read` would refuse the prices.
+    """Writes a new folder in `parent`, named after `day`. The folder appears complete and readable, or not at all, and
+    never replaces another folder. Raises GpufleetError if `read` would refuse the prices.
     """
     parent.mkdir(parents=True, exist_ok=True)
     building = parent / f".{day.isoformat()}.{os.getpid()}"

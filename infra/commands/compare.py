@@ -1,5 +1,5 @@
-"""`gpufleet compare STACK`: ranks the file's scenarios, and every instance type for their work. It needs no account and
-no network.
+"""`gpufleet compare STACK`: ranks the file's scenarios, and every instance type for their work. The command needs no
+account and no network.
 """
 
 from __future__ import annotations

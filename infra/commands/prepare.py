@@ -1,5 +1,5 @@
-"""`gpufleet prepare STACK [TEXT]`: prepares a run's data. It makes the dataset of storage.dataset from its source or
-from a text, or it lists and hashes the files of storage.inputs.
+"""`gpufleet prepare STACK [TEXT]`: prepares a run's data. The command makes the dataset of storage.dataset from its
+source or from a text, or it lists and hashes the files of storage.inputs.
 """
 
 from __future__ import annotations

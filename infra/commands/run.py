@@ -1,6 +1,6 @@
 """`gpufleet run NAME`: carries out a whole run: bill, approval, up, wait, results, destroy, sweep. The command keeps no
-state. It sees how far the run is from the stack's output, its fleet, the run's folder in the bucket, and the results on
-this machine. So the same command continues wherever an earlier one was interrupted.
+state. The command sees how far the run is from the stack's output, its fleet, the run's folder in the bucket, and the
+results on this machine. So the same command continues wherever an earlier one was interrupted.
 """
 
 from __future__ import annotations

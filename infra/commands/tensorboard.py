@@ -1,6 +1,6 @@
-"""`gpufleet tensorboard STACK`: shows a run's metric values in TensorBoard on this machine, as they come. It reads
-metrics.jsonl in the run's bucket again and again. So it needs no connection to a node, and also works for a run of a
-user's command and for a run that has ended.
+"""`gpufleet tensorboard STACK`: shows a run's metric values in TensorBoard on this machine, as they come. The command
+reads metrics.jsonl in the run's bucket again and again. So it needs no connection to a node, and also works for a run
+of a user's command and for a run that has ended.
 """
 
 from __future__ import annotations

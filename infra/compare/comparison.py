@@ -50,8 +50,8 @@ class Comparison:
 
     @property
     def regions(self) -> list[Row]:
-        """The work in each region, the cheapest first. It is simulated only when it is needed, because few outputs show
-        it.
+        """The work in each region, the cheapest first. The work is simulated only when an output needs it, because few
+        outputs show it.
         """
         return ranking.every_region(self.definition, self.study)
 

@@ -330,8 +330,8 @@ def _highest(ceilings: Iterable[Decimal | None]) -> Decimal | None:
 
 
 def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int]:
-    """The numbers of nodes for which a type gets a row. Every type gets one for a single node. The types in the file
-    also get one for the file's number of nodes, and for those of NODE_COUNTS that the job can use.
+    """The numbers of nodes for which a type gets a row. Every type gets a row for a single node. The types in the file
+    also get a row for the file's number of nodes, and for those of NODE_COUNTS that the job can use.
     """
     config, own = work.job.parameters, work.nodes
     rows = config.rows()

@@ -1,4 +1,4 @@
-"""The rows of a comparison. A row is a way to do a piece of work. It is drafted from the catalog, and simulated runs
+"""The rows of a comparison. A row is a way to do a piece of work. A row is drafted from the catalog, and simulated runs
 fill in its costs and hours. Rows are drafted one by one and simulated together. All rows use the same random numbers,
 so that the differences between rows are not noise. Rows with the same exposure to interruptions share the simulated
 runs of this exposure.

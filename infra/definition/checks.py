@@ -1,5 +1,5 @@
-"""Checks between the keys of a definition file, on the dataclasses that infra.definition.schema has built. They are
-pure functions: the caller passes the time and the catalog. infra.definition.rules checks single values, infra.bill
+"""Checks between the keys of a definition file, on the dataclasses that infra.definition.schema has built. The checks
+are pure functions: the caller passes the time and the catalog. infra.definition.rules checks single values, infra.bill
 checks prices and compares the cap with p50; `gpufleet doctor` checks facts that only AWS knows.
 """
 

@@ -2,11 +2,11 @@
 mistakes while a user types.
 
 The schema is made from the dataclasses and rules by which the loader reads the file, and from the tables of docs/,
-whose words editors show. It is as strict as JSON Schema can be; only the loader can check rules that depend on sums,
-the day, prices or AWS. In one respect the schema is stricter than the loader: a number must not be quoted. The schema
-is in Draft 7, which every editor supports.
+whose words editors show. The schema is as strict as JSON Schema can be; only the loader can check rules that depend on
+sums, the day, prices or AWS. In one respect the schema is stricter than the loader: a number must not be quoted. The
+schema is in Draft 7, which every editor supports.
 
-`make schema` writes the shipped file. It needs the pages, which only a clone has.
+`make schema` writes the shipped file. `make schema` needs the pages, which only a clone has.
 """
 
 from __future__ import annotations
@@ -414,8 +414,8 @@ def _value(hint: Any, rule: Rule) -> Schema:
 
 
 def _text(rule: Rule) -> Schema:
-    """The schema of text. It also accepts numbers and truth values, because YAML reads text that looks like a number or
-    a truth value as such a value.
+    """The schema of text. This schema also accepts numbers and truth values, because YAML reads text that looks like a
+    number or a truth value as such a value.
     """
     takes = re.compile(rule.pattern or "[\\s\\S]*").fullmatch
     looks = {"number": "-1.5", "integer": "1", "boolean": "true"}

@@ -1,7 +1,7 @@
 """Reads, checks and pins definition files. Only here does `stacks/<experiment>.yaml` become a StackDefinition.
 
 Program, commands and tests all load here. Each load validates the whole file: as it is written, with the values of its
-`rehearsal`, and with those of each scenario. It reports all problems at once.
+`rehearsal`, and with those of each scenario. The loader reports all problems at once.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def is_definition(content: bytes) -> bool:
 
 def of_project(root: Path) -> re.Pattern[str]:
     """A pattern for the names, relative to the project `root`, of gpufleet's own files: definitions, and files that its
-    commands wrote. They are not part of the training code, even if it lies in the same folder.
+    commands wrote. These files are not part of the training code, even if it lies in the same folder.
     """
     stacks = "|".join(map(re.escape, names_of(root))) or "(?!)"
     campaigns = "|".join(re.escape(path.stem) for path in (root / "campaigns").glob("*.yaml")) or "(?!)"

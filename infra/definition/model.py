@@ -1,6 +1,7 @@
 """The definition of one experiment: the content of `stacks/<experiment>.yaml`, as frozen dataclasses.
 
-It imports no pulumi and no boto3, and reads no clock. The bill, the resources and the tests use the same object.
+This module imports no pulumi and no boto3, and reads no clock. The bill, the resources and the tests use the same
+object.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ def days_to_keep(begin: datetime, end: datetime) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vpc:
-    """An existing network. Its owner sets its routes."""
+    """An existing network. The network's owner sets its routes."""
 
     id: str
     subnets: dict[str, str]  # subnets by zone, one for each of fleet.zones

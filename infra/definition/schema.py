@@ -201,7 +201,7 @@ def _job(node: Node | None, findings: Findings) -> Job:
 
 @cache
 def _command_keys() -> list[str]:
-    """The keys of a command. Their module is imported only here, because most bills do not need it."""
+    """The keys of a command. The module of these keys is imported only here, because most bills do not need it."""
     return [f.name for f in dataclasses.fields(KINDS[COMMAND])]
 
 

@@ -35,8 +35,8 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def require_place(folder: Path) -> None:
-    """Raises GpufleetError if the folder cannot be written. It is called before the measurement, which takes minutes of
-    a rented GPU.
+    """Raises GpufleetError if the folder cannot be written. This check comes before the measurement, which takes
+    minutes of a rented GPU.
     """
     near = next(candidate for candidate in (folder, *folder.parents) if candidate.exists())
     if not near.is_dir() or not os.access(near, os.W_OK):
@@ -226,7 +226,7 @@ def own_programs(definition: StackDefinition, root: Path, scratch: Path) -> tupl
 
 def own_python(definition: StackDefinition, root: Path) -> Path:
     """The Python of a command on this machine: that of the command's own environment, or the machine's python3 if there
-    is none. It is never the Python of this project.
+    is none. This Python is never that of this project.
     """
     if (programs := code.programs(definition, root)) is not None:
         return programs / "python"

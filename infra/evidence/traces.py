@@ -25,8 +25,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """The periods [up_from_h, up_to_h) in which nodes were available, within `hours` hours. They are in order, and do
-    not overlap.
+    """The periods [up_from_h, up_to_h) in which nodes were available, within `hours` hours. The periods are in order,
+    and do not overlap.
     """
 
     up_from_h: Floats

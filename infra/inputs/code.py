@@ -116,10 +116,10 @@ def pack(tree: Tree, root: Path) -> Packed:
 
 
 def programs(definition: StackDefinition, root: Path) -> Path | None:
-    """The folder that comes first on the PATH of a command on this machine. It is the folder of `rehearsal.python`, or
-    that of the environment in the code's folder, or that of the environment in which gpufleet was installed beside the
-    user's packages, in this order. None if there is none of these; the command then uses the system's programs. Raises
-    GpufleetError.
+    """The folder that comes first on the PATH of a command on this machine. This is the folder of `rehearsal.python`,
+    or that of the environment in the code's folder, or that of the environment in which gpufleet was installed beside
+    the user's packages, in this order. None if there is none of these; the command then uses the system's programs.
+    Raises GpufleetError.
     """
     if definition.python:
         python = root / definition.python

@@ -2,9 +2,9 @@
 own.
 
 Such settings can name programs that git runs even if it only reads (core.fsmonitor, filters, hooks, fetches of missing
-objects), and a list of such settings would soon be incomplete. So git must read none of the repository's settings. It
-uses a git folder made by this module, which has almost no config and no hooks, and whose other entries are links into
-the repository. Only the settings of the calling user apply.
+objects), and a list of such settings would soon be incomplete. So git must read none of the repository's settings. Git
+is given a git folder made by this module, which has almost no config and no hooks, and whose other entries are links
+into the repository. Only the settings of the calling user apply.
 """
 
 from __future__ import annotations

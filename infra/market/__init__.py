@@ -27,5 +27,5 @@ def asked(capacity: str, fallback: str, nodes: int, block: CapacityBlock | None)
 
 
 def find(capacity: str, fallback: str = "none", *, nodes: int = 1, block: CapacityBlock | None = None) -> Market:
-    """The market in which nodes are bought. It includes the fallback if there is one for this capacity."""
+    """The market in which nodes are bought. The market includes the fallback if there is one for this capacity."""
     return [market for market in asked(capacity, fallback, nodes, block) if market.name == capacity][-1]

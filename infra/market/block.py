@@ -1,4 +1,4 @@
-"""A Capacity Block for ML: nodes of one type in one zone for a fixed time. It is paid at once, and AWS does not
+"""A Capacity Block for ML: nodes of one type in one zone for a fixed time. The block is paid at once, and AWS does not
 interrupt its nodes before its end.
 """
 
@@ -19,9 +19,9 @@ _ENDED = "EC2 begins to end its nodes 30 minutes before its end."
 
 
 class InBlock(Market):
-    """An `instant` fleet, because no other kind launches into a Capacity Block. It asks for nodes once, replaces none,
-    and has no expiry. A schedule (program/resources/stop.py) ends it half an hour before the block's end, when EC2
-    begins to end the nodes.
+    """An `instant` fleet, because no other kind launches into a Capacity Block. Such a fleet asks for nodes once,
+    replaces none, and has no expiry. A schedule (program/resources/stop.py) ends it half an hour before the block's
+    end, when EC2 begins to end the nodes.
     """
 
     name = metered_as = "block"
@@ -71,7 +71,7 @@ class InBlock(Market):
         return offers[self.name].price, None
 
     def fees(self, day: date) -> tuple[tuple[str, str, Price], ...]:
-        """The fee for the nodes, which does not depend on how long they run. No price list has it."""
+        """The fee for the nodes, which does not depend on how long they run. This fee is in no price list."""
         return (("capacity block", "capacity_block", _price(self._fee, "block", "fleet.block.fee_usd", day)),)
 
     @property

@@ -1,6 +1,6 @@
 """The questions of other modules about a market. The class Market answers them for a market in which a fleet can keep
 its nodes for any time; other markets override answers. The module does not import the definition: callers pass the
-values that it needs, such as the number of nodes. It never asks AWS.
+values that it needs, such as the number of nodes. The module never asks AWS.
 """
 
 from __future__ import annotations

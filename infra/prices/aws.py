@@ -1,5 +1,5 @@
-"""Makes the clients that read prices. They repeat failed requests for a long time. They ask only the real AWS, because
-the prices of the embedded AWS are invented.
+"""Makes the clients that read prices. These clients repeat failed requests for a long time. The clients ask only the
+real AWS, because the prices of the embedded AWS are invented.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads on-demand and service prices from the AWS Price List (GetProducts).
 
-An answer is a list of products. Each product is a JSON text. It has `product.attributes`, and under `terms.OnDemand`
-the price dimensions, each with unit, USD, and the quantity from which it applies. Four facts are surprising (public
-clients of this API, and the SDK's own example, read 2026-11):
+An answer is a list of products. Each product is a JSON text. The text has `product.attributes`, and under
+`terms.OnDemand` the price dimensions, each with unit, USD, and the quantity from which it applies. Four facts are
+surprising (public clients of this API, and the SDK's own example, read 2026-11):
 
 - Usage types have the region's prefix, but old ones in us-east-1 have none: USE2-EBS:VolumeUsage.gp3 in us-east-2 is
   EBS:VolumeUsage.gp3 there.

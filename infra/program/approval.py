@@ -29,9 +29,9 @@ def approval(plan: Plan) -> str:
 
 
 def of_campaign(plans: Iterable[Plan], described: CampaignFile) -> str:
-    """The hash for a campaign. It covers everything that each run begins with, in any order of the runs, and what the
-    campaign's file allows. It does not cover the bills of the runs, because these change with each receipt of the
-    campaign; the cap does not change.
+    """The hash for a campaign. The hash covers everything that each run begins with, in any order of the runs, and what
+    the campaign's file allows. The hash does not cover the bills of the runs, because these change with each receipt of
+    the campaign; the cap does not change.
     """
     return _digits([sorted(begins_with(plan) for plan in plans), described.allowed])
 

@@ -60,8 +60,8 @@ def planned(root: Path, name: str, was: Previous, *, scenario: str, tags: Mappin
 
 
 def begin(verdict: RunDecision, was: Previous, name: str = "run", parent: pulumi.Resource | None = None) -> None:
-    """Declares a resource that keeps in the stack's state for which run all other resources are. It comes before them.
-    Raises GpufleetError for a new run if the engine would not replace the fleet of the previous run.
+    """Declares a resource that keeps in the stack's state for which run all other resources are. This resource comes
+    before all others. Raises GpufleetError for a new run if the engine would not replace the fleet of the previous run.
 
     With --run-program the engine writes each new replacement trigger into the state before it compares the old and the
     new one. So no trigger replaces anything, and the policies of a fleet that continues would change (pulumi/pulumi

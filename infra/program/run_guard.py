@@ -6,7 +6,7 @@ A fleet takes its settings only when it is created. So two kinds of change must 
 - the definition file says something else under the same run id: this is an error, before the first resource;
 - job code or prices have changed since the run began: the run keeps what it began with, and a warning says so.
 
-A digest shows whether the file has changed. It depends on the version that computed it (DIGESTS).
+A digest shows whether the file has changed. The digest depends on the version that computed it (DIGESTS).
 
 The stack's output `run` is the record of the last successful `up`. A run is over, and its fleet is no longer declared,
 if `valid_until` has passed or the stack no longer has its fleet (the run ended it, somebody deleted it, or AWS expired

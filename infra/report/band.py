@@ -14,8 +14,9 @@ SCALE = f"0 to 2x the bill{' ' * (CHARACTERS - 16)}"  # the heading of `characte
 
 
 def svg(usd: Quantiles, actual: Decimal | None = None) -> str:
-    """The band on a scale from 0 USD, with a dot at `actual`, the receipt's amount. The drawing needs no matplotlib. It
-    has the colours of infra.report.page; on other pages, which do not define these, it has the light colours.
+    """The band on a scale from 0 USD, with a dot at `actual`, the receipt's amount. The drawing needs no matplotlib.
+    The drawing has the colours of infra.report.page; on other pages, which do not define these, the drawing has the
+    light colours.
     """
     cost = usd.p50 if actual is None else actual
     most = max(usd.p90, cost, Decimal("0.0001"))

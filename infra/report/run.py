@@ -1,6 +1,6 @@
-"""Writes a finished run as a page: its bill, its cost and its events. It reads the files that `gpufleet results`
-downloads or that a rehearsal leaves. Only the receipt is required: the page leaves out everything else that is missing
-or damaged.
+"""Writes a finished run as a page: its bill, its cost and its events. This module reads the files that `gpufleet
+results` downloads or that a rehearsal leaves. Only the receipt is required: the page leaves out everything else that is
+missing or damaged.
 """
 
 from __future__ import annotations

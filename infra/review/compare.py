@@ -120,7 +120,7 @@ class StackReview:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Review:
-    """The content of a review. It does not depend on the clock."""
+    """The content of a review. A review does not depend on the clock."""
 
     base: str  # the commits' hashes
     head: str
@@ -142,8 +142,8 @@ class Review:
 
 @dataclass(slots=True)
 class Pricer:
-    """Prices definitions that are given as text. It writes them as files into a folder of its own, and loads them with
-    the time of HEAD as the current time.
+    """Prices definitions that are given as text. This function writes the definitions as files into a folder of its
+    own, and loads them with the time of HEAD as the current time.
     """
 
     now: datetime

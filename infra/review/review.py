@@ -1,7 +1,7 @@
 """Reviews two commits of a project: the data and stacks of each, and the changes between them.
 
-It reads only what a bill uses: stacks, policy, prices and measurements (calibrations, receipts, traces). It reads them
-from git's object store, and touches no checkout.
+A review reads only what a bill uses: stacks, policy, prices and measurements (calibrations, receipts, traces). A review
+reads these files from git's object store, and touches no checkout.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ def workflow(folder: str, install: str) -> str:
 
 
 def installation(project: Path) -> str:
-    """pip's argument to install this gpufleet elsewhere, from pip's record of its source (PEP 610). It ends with CHECK
-    if the source is on this machine.
+    """pip's argument to install this gpufleet elsewhere, from pip's record of its source (PEP 610). The argument ends
+    with CHECK if the source is on this machine.
     """
     try:
         installed = distribution("gpufleet")

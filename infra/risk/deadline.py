@@ -1,6 +1,6 @@
 """Computes the policy 'spot until slack runs out, then on-demand': the hour of the switch, and the cost.
 
-Slack is the time until the deadline minus the time that the rest of the work takes on demand, with a restart. It
+Slack is the time until the deadline minus the time that the rest of the work takes on demand, with a restart. The slack
 shrinks while the run waits for capacity, starts up, or repeats lost work. When the slack has shrunk to a margin, the
 run is ended with a checkpoint, and continues on demand. The model assumes that AWS has an on-demand node at once. The
 margin is the smallest one with which enough runs are on time. A run is on time if it is done before the job begins to

@@ -234,7 +234,7 @@ def _of_median(of_zone: Floats) -> Floats:
 
 
 def _of_a_zone(of_median: Floats) -> Floats:
-    """The log density of a zone's hazard, from the density of the type's median. It is not normalised."""
+    """The log density of a zone's hazard, from the density of the type's median. The density is not normalised."""
     weights = np.exp(of_median - of_median.max())
     return np.asarray(np.log(_spread() @ (weights / weights.sum()) + 1e-300))
 

@@ -1,10 +1,10 @@
 """Simulates one run on spot capacity with its interruptions, thousands of times. Its random numbers have a fixed seed,
 and the computation is vectorised.
 
-A run consists of attempts. Each attempt is billed from its launch. It has a set-up and then works, until the work is
-done, or the node is interrupted (its life is exponential with the node's hazard), or a limit of the definition stops
-the run. After an interruption there is a wait for capacity, which is log-normal and not billed, and then a replacement,
-whose restart is billed. The effect of an interruption on the cost is:
+A run consists of attempts. Each attempt is billed from its launch. An attempt has a set-up and then works, until the
+work is done, or the node is interrupted (its life is exponential with the node's hazard), or a limit of the definition
+stops the run. After an interruption there is a wait for capacity, which is log-normal and not billed, and then a
+replacement, whose restart is billed. The effect of an interruption on the cost is:
 
 - in the node's first hour, compute costs nothing (AWS does not charge an interrupted first hour, except for disk and
   address);

@@ -88,7 +88,7 @@ KNOWN = Factors(work=1.0, price=1.0, setup=1.0)
 
 class Draws:
     """The random draws of `runs` runs. Each random number belongs to a run and a subject, such as a GPU, so that two
-    options on one GPU have the same speed. It does not depend on which other numbers are computed.
+    options on one GPU have the same speed. The random number does not depend on which other numbers are computed.
     """
 
     def __init__(self, runs: int, seed: np.random.SeedSequence) -> None:

@@ -73,8 +73,8 @@ class Watched:
 
 @dataclass(slots=True)
 class Held:
-    """A node's part of a checkpoint. Its files are open, so they can be copied even after the command has deleted them.
-    `is_still`: two looks saw the same files.
+    """A node's part of a checkpoint. The part's files are open, so they can be copied even after the command has
+    deleted them. `is_still`: two looks saw the same files.
     """
 
     found: FoundCheckpoint
@@ -317,7 +317,7 @@ class CommandCheckpoints:
                 self._held[key] = None
 
     def _find_again(self, checkpoint: FoundCheckpoint) -> FoundCheckpoint:
-        """The checkpoint as it is on disk now. It has no files if the command has deleted all of them."""
+        """The checkpoint as it is on disk now. The checkpoint has no files if the command has deleted all of them."""
         nothing = checkpoint.without_files(checkpoint.files)
         return next((current for current in self.find() if current.key == checkpoint.key), nothing)
 
@@ -329,8 +329,8 @@ class CommandCheckpoints:
         return leader is None or not leader.ended
 
     def look(self, checkpoints: list[FoundCheckpoint] | None = None) -> None:
-        """Looks for new checkpoints, at most once a second (more often after a stop), and copies one at a time. It may
-        be called often, and never waits.
+        """Looks for new checkpoints, at most once a second (more often after a stop), and copies one at a time. This
+        method may be called often, and never waits.
         """
         now = self._clock()
         if self._copying is not None and self._copying[1].done():

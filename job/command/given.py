@@ -24,7 +24,7 @@ ALONE = {"nodes": "1", "node_rank": "0", "master": "127.0.0.1", "port": "29400"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Folders:
-    """The user's folders. Their absolute paths are the same for the host and in the command's container."""
+    """The user's folders. The folders' absolute paths are the same for the host and in the command's container."""
 
     user: Path
 
@@ -34,8 +34,8 @@ class Folders:
 
     @property
     def own(self) -> ForeignFolder:
-        """The folder that contains all of these folders. It is opened in a way that the running command cannot redirect
-        a process that uses it.
+        """The folder that contains all of these folders. The running command cannot redirect a process that opens files
+        in this folder.
         """
         return ForeignFolder(self.user)
 

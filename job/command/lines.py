@@ -56,7 +56,9 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counting:
-    """How the run numbers its steps and epochs, as far as the lines have shown. It is kept with each checkpoint."""
+    """How the run numbers its steps and epochs, as far as the lines have shown. This numbering is kept with each
+    checkpoint.
+    """
 
     unit: Unit
     batches: int | None = None  # steps in a whole epoch

@@ -203,7 +203,7 @@ class Names:
     def pointing(text: str, checkpoint: FoundCheckpoint, others: Iterable[FoundCheckpoint]) -> str:
         """The text of a companion for `checkpoint`. DeepSpeed's `latest` contains only the name of a checkpoint's
         folder, and Megatron's file only its number. Such a text may have been read too early or too late, and then
-        names another checkpoint. It is changed so that it names `checkpoint`.
+        names another checkpoint. The text is changed so that it names `checkpoint`.
         """
         words = [(PurePath(place(other)).name, str(other.number)) for other in others if other.places]
         for there in words:

@@ -215,8 +215,8 @@ class WatchedContainer(NodeContainer):
 
 
 class GuardedProcesses:
-    """Processes of this machine, below a guard process that ends together with this process. They do not use gpufleet's
-    Python.
+    """Processes of this machine, below a guard process that ends together with this process. These processes do not use
+    gpufleet's Python.
     """
 
     def __init__(self, workdir: Path) -> None:

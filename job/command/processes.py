@@ -1,5 +1,5 @@
-"""The processes of a command as the kernel shows them: which of them exist, which of them catch a signal. It also sends
-signals.
+"""The processes of a command as the kernel shows them: which of them exist, which of them catch a signal. This module
+also sends signals.
 
 As a program, `python -I processes.py PARENT WORD...` is the guard of a command without a container: all processes that
 it starts stay below it, and end when PARENT ends. `python -I processes.py watch FOLDER` runs where the command's

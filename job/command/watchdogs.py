@@ -91,7 +91,9 @@ class StartWatch:
         self._note(text)
 
     def _look_at_files(self) -> tuple[int, int]:
-        """A value that changes when the command writes a file. It does not depend on a clock, which may be set."""
+        """A value that changes when the command writes a file. The value does not depend on a clock, which may
+        be set.
+        """
         count = times = 0
         for folder in self._folders:
             for _, look in self._own.files(folder):

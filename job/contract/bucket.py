@@ -134,7 +134,7 @@ def has_one_writer(key: str) -> bool:
 
 
 def input_key(sha256: str, file: str = "") -> str:
-    """The key of a file of an input. It contains the input's hash, so that runs share the file. If no `file` is given,
-    the input's prefix.
+    """The key of a file of an input. The key contains the input's hash, so that runs share the file. If no `file` is
+    given, the input's prefix.
     """
     return f"{INPUTS}/{sha256}/{file}"

@@ -257,7 +257,7 @@ class Container(Message):
 @dataclass(frozen=True)
 class Contained(Message):
     """The node's answer to the request with this number: the first process of the container, or why there is no
-    container; and how the container ended.
+    container. A later answer says how the container ended.
     """
 
     FILE = workdir.CONTAINED

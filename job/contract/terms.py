@@ -54,8 +54,8 @@ class Rates:
 
     @property
     def ceiling(self) -> Decimal:
-        """The highest price of compute. It is the on-demand price, because a fleet without a maximum price pays at most
-        this for spot.
+        """The highest price of compute. This is the on-demand price, because a fleet without a maximum price pays at
+        most this for spot.
         """
         return max(self.on_demand, self.spot or self.on_demand) if self.moves else self.on_demand
 

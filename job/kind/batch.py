@@ -1,5 +1,5 @@
-"""Computes how a batch is split over ranks and micro-batches, and which split fits on a GPU. It uses only the answers
-of the job's config.
+"""Computes how a batch is split over ranks and micro-batches, and which split fits on a GPU. This module uses only the
+answers of the job's config.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Workload(ABC):
 
     def gpus_needed(self, there: int = 1) -> int:
         """The least number of GPUs that the job needs on a node with `there` GPUs. If `there` is 1, the result is the
-        least on any node. It is 0 on a CPU.
+        least on any node. The result is 0 on a CPU.
         """
         return 0 if self.device == "cpu" else self.gpus or self.ranks(there)
 

@@ -193,8 +193,8 @@ class HandOver(OneFleet):
 
 
 def delete_fleet(fleet: str, *, with_nodes: bool = False) -> bool:
-    """Deletes a fleet. Returns whether the fleet launches nothing more. Its nodes stay, unless `with_nodes`. A refusal
-    of AWS is in the answer, and not in the status.
+    """Deletes a fleet. Returns whether the fleet launches nothing more. The fleet's nodes stay, unless `with_nodes`. A
+    refusal of AWS is in the answer, and not in the status.
     """
     nodes = "--terminate-instances" if with_nodes else "--no-terminate-instances"
     refused = aws(

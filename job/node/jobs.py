@@ -155,10 +155,10 @@ class Jobs:
         ]
 
     def _users_own(self) -> list[str]:
-        """The options for a user's command. Its network is a bridge. So it has no role, because the metadata service
-        answers only within one hop (launch template). In a run with several nodes it has the machine's network, and so
-        also the role. It can see the user's folders at the same paths as the supervisor, and of gpufleet's own files
-        only scripts and pipes.
+        """The options for a user's command. The command's network is a bridge. So it has no role, because the metadata
+        service answers only within one hop (launch template). In a run with several nodes it has the machine's network,
+        and so also the role. The command can see the user's folders at the same paths as the supervisor, and of
+        gpufleet's own files only scripts and pipes.
         """
         options = container.network() if self._meets else ["--network", "bridge"]
         options += ["-e", "AWS_REGION", "-e", "AWS_DEFAULT_REGION"]
@@ -168,8 +168,8 @@ class Jobs:
 
     def _ready_made(self) -> list[str]:
         """The options for a ready-made job. It has no network, because all inputs are already downloaded; if there are
-        several nodes, it has the machine's network. The ranks find each other by the container's name. It cannot change
-        the supervisor's code or requests.
+        several nodes, it has the machine's network. The ranks find each other by the container's name. The job cannot
+        change the supervisor's code or requests.
         """
         settings = self._settings
         options = container.network() if self._meets else ["--network", "none", "--hostname", "localhost"]

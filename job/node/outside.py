@@ -64,7 +64,7 @@ def bounded(seconds: int, *command: str) -> tuple[str, ...]:
 
 
 def call(*command: str) -> bool:
-    """Runs a command; returns whether it succeeds. Its output goes to the boot log."""
+    """Runs a command; returns whether it succeeds. The command's output goes to the boot log."""
     return code(*command) == 0
 
 
@@ -120,8 +120,8 @@ def answer(*command: str) -> str | None:
 
 
 def complaint(seconds: int, *command: str) -> str | None:
-    """Runs a command. Returns None if it succeeds within `seconds`, and otherwise the reason, which may be empty. Its
-    output goes to the boot log.
+    """Runs a command. Returns None if it succeeds within `seconds`, and otherwise the reason, which may be empty. The
+    command's output goes to the boot log.
     """
     result = ask(*bounded(seconds, *command))
     log(f"{result.out}\n" if result.out else "")

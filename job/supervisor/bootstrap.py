@@ -1,4 +1,6 @@
-"""Installs packages that the image does not have, before they are imported. It uses the standard library only."""
+"""Installs packages that the image does not have, before they are imported. This module uses the standard
+library only.
+"""
 
 from __future__ import annotations
 

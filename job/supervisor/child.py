@@ -93,7 +93,7 @@ class GroupedProcess:
 
 
 class Child:
-    """A trainer, which `begin` starts. Its output goes to the log, line by line.
+    """A trainer, which `begin` starts. The trainer's output goes to the log, line by line.
 
     `ended`: the file into which ranks write the exit code that torchrun cannot pass on. `waits`: the file for which a
     trainer waits after it has imported everything. `go` writes this file, and the output is read from then on.

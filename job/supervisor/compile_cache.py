@@ -38,7 +38,7 @@ def place(run: RunFile, uri: str) -> str:
 
 
 class GraphMirror:
-    """One attempt's mirror of the folder of compiled graphs. Its methods raise no errors."""
+    """One attempt's mirror of the folder of compiled graphs. The methods raise no errors."""
 
     def __init__(
         self,

@@ -49,9 +49,9 @@ def merged(histories: Sequence[History], changes: Iterable[float], there: frozen
 def of_node(
     instance: str, client: Any = None, *, others: Callable[[], Iterable[str]] = lambda: (), on_demand: bool = False
 ) -> Ask:
-    """Returns a function that asks AWS for the history of the node's fleet, and for the existing nodes of the fleet. It
-    returns None if AWS gives no usable answer. `others`: the run's other fleets. `on_demand`: whether the node's fleet
-    takes over from these; a change of these fleets is then not the reason of a notice.
+    """Returns a function that asks AWS for the history of the node's fleet, and for the existing nodes of the fleet.
+    The returned function gives None if AWS gives no usable answer. `others`: the run's other fleets. `on_demand`:
+    whether the node's fleet takes over from these; a change of these fleets is then not the reason of a notice.
     """
 
     def ask(since: float) -> History | None:

@@ -212,8 +212,8 @@ def timely(places: Iterable[CheckpointPlace], newest: GangGeneration | None) -> 
 
 
 def _proposal(ready: list[Presence], newest: GangGeneration | None, origin: CheckpointPlace | None) -> GangGeneration:
-    """The next generation. Its leader is the node that last had rank 0; if there is none, the node whose address comes
-    first in text order. PyTorch's c10d assigns ranks in the order of host names (torch 2.13,
+    """The next generation. The generation's leader is the node that last had rank 0; if there is none, the node whose
+    address comes first in text order. PyTorch's c10d assigns ranks in the order of host names (torch 2.13,
     elastic/rendezvous/dynamic_rendezvous.py). An EC2 host name has the address in it, as in
     ip-10-0-1-5.us-east-2.compute.internal, so both orders are the same.
     """

@@ -163,7 +163,7 @@ class Lookout:
 
 
 class LookoutThread:
-    """A thread that looks regularly, and at once if there is news to send. It ends with the `with` block."""
+    """A thread that looks regularly, and at once if there is news to send. The thread ends with the `with` block."""
 
     def __init__(self, watch: Lookout) -> None:
         self._watch, self._ended = watch, threading.Event()

@@ -4,7 +4,7 @@ The actual cost is the metered time at the prices of the hours, and the cost of 
 end, which are stored as long as the bill says and downloaded once; the logs are sent once. The cost of requests is
 taken from the bill, because AWS reports it only a day later. A first hour that AWS interrupted has no compute charge;
 the receipt deducts that charge and says so. If the owner ended the node by a change of the fleet, the hour is charged.
-It is also charged if it is unknown who ended the node.
+The hour is also charged if it is unknown who ended the node.
 
 Causes, which add up to the difference exactly: *price*: the hours used, at another price than estimated;
 *interruptions*: restarts, repeated steps, idling because of AWS and the minimum charge of each start, minus the free

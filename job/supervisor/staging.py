@@ -182,8 +182,8 @@ def set_aside(stage: Stage, step: int, why: str) -> bool:
 
 
 def _reject(stage: Stage, place: CheckpointPlace, why: str) -> None:
-    """Moves the manifest of a checkpoint aside, where people can look at it. It must not stay, because the node sees
-    progress by the newest manifest.
+    """Moves the manifest of a checkpoint aside, where people can look at it. The manifest must not stay, because the
+    node sees progress by the newest manifest.
     """
 
     def act() -> None:

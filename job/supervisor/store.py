@@ -61,7 +61,7 @@ class Entry:
 
 
 class Store(Protocol):
-    """The methods of a store that the supervisor needs. They may be called from several threads."""
+    """The methods of a store that the supervisor needs. The methods may be called from several threads."""
 
     uri: str
 

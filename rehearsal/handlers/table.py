@@ -32,7 +32,9 @@ BOOLEANS = ("encrypted", "deleteOnTermination", "associatePublicIpAddress")
 
 
 class UnsupportedError(Exception):
-    """The program has declared something that this AWS does not have. It is always reported, and never skipped."""
+    """The program has declared something that this AWS does not have. This error is always reported, and never
+    skipped.
+    """
 
 
 @dataclass(slots=True)
@@ -86,7 +88,9 @@ Read = Callable[[Aws, str, Properties], Properties | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResourceHandler:
-    """One resource type over boto3. It accepts only what our program declares; anything else is an error."""
+    """One resource type over boto3. The resource type accepts only what our program declares; anything else is an
+    error.
+    """
 
     # the source of `replaces`: the ForceNew fields in terraform-provider-aws internal/service/, read 2026-11-21
     source: str

@@ -1,5 +1,5 @@
-"""The command of a rehearsal with --plumbing. It prints steps and writes files as told.json beside this file says. It
-imports nothing of the project, because it runs where the user's script would.
+"""The command of a rehearsal with --plumbing. The command prints steps and writes files as told.json beside this file
+says. The command imports nothing of the project, because it runs where the user's script would.
 """
 
 from __future__ import annotations

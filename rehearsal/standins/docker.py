@@ -230,8 +230,8 @@ def _without_awslogs(words: list[str], options: argparse.Namespace) -> list[str]
 
 class CloudWatchLogs:
     """The awslogs driver in its non-blocking mode. While the container starts, it tries to make its stream until it
-    succeeds. It drops lines that cannot be sent, and never waits. It behaves like moby's (daemon/logger/awslogs,
-    2026-08-23).
+    succeeds. The stand-in drops lines that cannot be sent, and never waits. The stand-in behaves like moby's
+    (daemon/logger/awslogs, 2026-08-23).
     """
 
     def __init__(self, region: str, group: str, stream: str) -> None:

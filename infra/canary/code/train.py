@@ -1,8 +1,8 @@
 """The canary's script: it counts steps, saves small and large checkpoints by turns, and reports what can be reached
-from its container. It fails once, at the step `fails_at`, so that its node ends itself. A node that resumes from that
-step does not fail.
+from its container. The script fails once, at the step `fails_at`, so that its node ends itself. A node that resumes
+from that step does not fail.
 
-It uses torch's GPU where the image brings torch, and imports nothing else, so that any Python runs it.
+The script uses torch's GPU where the image brings torch, and imports nothing else, so that any Python runs it.
 """
 
 import json

@@ -92,8 +92,8 @@ class FallbackSwitch(pulumi.ComponentResource):
 
 def steps(fleet: str, topic_arn: str = "", run: str = "") -> dict[str, Any]:
     """The steps of the state machine: they set the on-demand fleet to 1, and do not read the input. If AWS refuses this
-    for a long time, because capacity or a right of the role is missing, the machine sends one message. It then tries
-    again until the run's fleets no longer exist.
+    for a long time, because capacity or a right of the role is missing, the machine sends one message. The machine then
+    tries again until the run's fleets no longer exist.
     """
     asked = {"FleetId": fleet, "TargetCapacitySpecification": {"TotalTargetCapacity": 1}}
     switch = {"Type": "Task", "Resource": MODIFY_FLEET, "Parameters": asked, "Retry": [AGAIN], "End": True}

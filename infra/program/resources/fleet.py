@@ -56,8 +56,8 @@ class FleetComponent(pulumi.ComponentResource):
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
         """`pools`: by market, each (type, zone) that a fleet may launch. `depends_on`: everything that a node needs at
-        boot or that AWS may refuse. It must be listed, because the launch template and the fleets refer to only a few
-        of these resources.
+        boot or that AWS may refuse. These resources must be listed, because the launch template and the fleets refer to
+        only a few of these resources.
         """
         super().__init__("gpufleet:infra:Fleet", name, None, opts)
         label = named(tags(definition), f"gpufleet-{definition.name}-{definition.run.id}")

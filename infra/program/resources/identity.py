@@ -300,8 +300,8 @@ def _own_key(definition: StackDefinition) -> list[dict[str, Any]]:
 
 def _foreign_prefix(sid: str, uri: str) -> list[dict[str, Any]]:
     """The right to read one prefix of somebody's bucket. A node takes file names from a manifest, and does not list the
-    bucket. It has the right to list only because S3's answers then distinguish two cases: a file is missing, which ends
-    the run, or a file may not be read, and then every node tries again.
+    bucket. The node has the right to list only because S3's answers then distinguish two cases: a file is missing,
+    which ends the run, or a file may not be read, and then every node tries again.
     """
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     path, arn = f"{prefix.strip('/')}/*" if prefix.strip("/") else "*", f"arn:aws:s3:::{bucket}"

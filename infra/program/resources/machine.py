@@ -22,8 +22,9 @@ AGAIN = {"ErrorEquals": ["States.ALL"], "IntervalSeconds": 10, "MaxAttempts": 8,
 
 
 class FleetMachine(pulumi.ComponentResource):
-    """A state machine that sets a fleet's size in `steps`, and the machine's role. A node starts the machine. Its name
-    is that of the run's schedule group, which nodes know, followed by `part`. `kind`: the component's type.
+    """A state machine that sets a fleet's size in `steps`, and the machine's role. A node starts the machine. The
+    machine's name is the name of the run's schedule group, which nodes know, followed by `part`. `kind`: the
+    component's type.
     """
 
     machine: aws.sfn.StateMachine

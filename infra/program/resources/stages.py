@@ -14,8 +14,8 @@ from gpufleet.infra.program.resources.machine import AGAIN, MODIFY_FLEET
 
 
 def steps(fleet: str, nodes: int) -> dict[str, Any]:
-    """The only step: it sets the fleet's size. It changes nothing if the fleet already has this size, or no longer
-    exists.
+    """The only step: it sets the fleet's size. The step changes nothing if the fleet already has this size, or no
+    longer exists.
     """
     asked = {"FleetId": fleet, "TargetCapacitySpecification": {"TotalTargetCapacity": nodes}}
     task = {"Type": "Task", "Resource": MODIFY_FLEET, "Parameters": asked, "Retry": [AGAIN], "End": True}

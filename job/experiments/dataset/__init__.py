@@ -1,3 +1,3 @@
-"""Datasets: shards of tokens, with hashes, from text, from TinyStories or from a seed. They are prepared on a laptop,
-and the trainer reads them.
+"""Datasets: shards of tokens, with hashes, from text, from TinyStories or from a seed. Datasets are prepared on a
+laptop and read by the trainer.
 """

@@ -119,8 +119,8 @@ def hashed(path: Path) -> str:
 
 
 def lines_of(path: Path, read: Callable[[bytes], T], wanted: str) -> Iterator[T]:
-    """Yields the result of `read` for each line that is not blank. It goes on after a mistake, and at the end raises a
-    ValueError with all mistakes and their lines. `wanted`: the keys that a line may have.
+    """Yields the result of `read` for each line that is not blank. The reading goes on after a mistake, and at the end
+    raises a ValueError with all mistakes and their lines. `wanted`: the keys that a line may have.
     """
     require_lines(path)
     problems: dict[str, list[int]] = {}

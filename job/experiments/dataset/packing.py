@@ -46,7 +46,7 @@ class Packing:
     seed: int = 0  # seed of the random choice of held-out examples
 
     def words(self) -> str:
-        """Words that name everything on which the rows depend. They are part of the source's name."""
+        """Words that name everything on which the rows depend. These words are part of the source's name."""
         return ", ".join(f"{key} {getattr(self, key)}" for key in self.__slots__)
 
 

@@ -224,7 +224,7 @@ def start(run: Task, workdir: Path, rung: int, requests: Requests, world: World)
 
 
 def _silent(line: str) -> None:
-    """Prints nothing. It replaces `say` on all ranks except the first."""
+    """Prints nothing. This function replaces `say` on all ranks except the first."""
 
 
 def say(line: str) -> None:

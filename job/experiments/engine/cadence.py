@@ -37,8 +37,8 @@ class Stall:
 
     @property
     def seconds(self) -> float:
-        """The delay; 0 before the first save. It does not include the slower steps beside a save as long as no step
-        without a save was timed.
+        """The delay; 0 before the first save. The delay does not include the slower steps beside a save as long as no
+        step without a save was timed.
         """
         (beside_s, beside), (alone_s, alone) = self._beside, self._alone
         return self._blocked_s + (max(0.0, beside_s - beside * alone_s / alone) if alone else 0.0)

@@ -1,8 +1,8 @@
 """Compiled graphs in a file, so that a later start need not compile them again: <workdir>/compile_cache/.
 
-There is one file for each phase, rung, rank and kind of device. It contains what `torch.compiler.save_cache_artifacts`
-returns (Inductor's graphs with their Triton kernels, AOTAutograd's, autotuning's choices) after its sha256. The
-supervisor downloads such files before the trainer starts, and uploads new files.
+There is one file for each phase, rung, rank and kind of device. The file contains what
+`torch.compiler.save_cache_artifacts` returns (Inductor's graphs with their Triton kernels, AOTAutograd's, autotuning's
+choices) after its sha256. The supervisor downloads such files before the trainer starts, and uploads new files.
 
 torch looks a graph up by a hash of the graph itself, torch, Triton, settings and device: a file with other graphs is
 useless, but never wrong. The hash includes the device's number, as in cuda:3, so each rank needs a file of its own

@@ -166,8 +166,8 @@ def _shape(micro: Micro) -> Any:
 
 
 def _buffer(micro: Micro) -> Micro:
-    """A copy of the micro-batch with tensors of its own. They have the same strides, because compiled code depends on
-    strides.
+    """A copy of the micro-batch with tensors of its own. The copies have the same strides, because compiled code
+    depends on strides.
     """
 
     def own(argument: Any) -> Any:

@@ -73,8 +73,8 @@ class Windows:
         return ids[:, :-1], ids[:, 1:]
 
     def fixed(self, count: int) -> Tensor:
-        """The first positions of `count` windows, evenly spread from the first id to the last. They are always the
-        same.
+        """The first positions of `count` windows, evenly spread from the first id to the last. The positions are always
+        the same.
         """
         last = len(self) - self.sequence - 1
         return torch.arange(count, dtype=torch.int64) * last // max(1, count - 1)
@@ -152,7 +152,7 @@ def draw(seed: int, step: int, count: int, below: int) -> Tensor:
 
 
 def mix(*words: int) -> int:
-    """One number in [0, 2**63) that is made from several numbers. It seeds random generators."""
+    """One number in [0, 2**63) that is made from several numbers. This number seeds random generators."""
     mixed = np.zeros(1, dtype=np.uint64)
     for word in words:
         mixed = mix64(mixed * np.uint64(GOLDEN) + np.uint64(word & 0xFFFFFFFFFFFFFFFF))

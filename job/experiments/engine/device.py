@@ -111,8 +111,9 @@ class Device:
 
 
 def choose(wanted: str, *, bf16: bool, local_rank: int = 0) -> Device:
-    """This rank's device, of the kind in the run config. It is never a CPU or an emulated bf16 instead. Raises
-    DeviceRefusedError, and NodeRefusedError if CUDA does not start, which can happen although nvidia-smi lists GPUs.
+    """This rank's device, of the kind in the run config. The device is never silently replaced by a CPU or an emulated
+    bf16. Raises DeviceRefusedError, and NodeRefusedError if CUDA does not start, which can happen although nvidia-smi
+    lists GPUs.
     """
     if wanted == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9

@@ -252,7 +252,7 @@ class Experiment(ABC):
         return {name: [round(x, 4) for x in tensor.flatten().tolist()] for name, tensor in aux.items()}
 
     def stop_early(self, phase: Phase, step: int, val_loss: float | None) -> str | None:
-        """The reason why the phase ends now; None if it goes on. It is called after each evaluation."""
+        """The reason why the phase ends now; None if it goes on. The engine asks after each evaluation."""
         return None
 
     def requires(self, phase: Phase) -> tuple[str, ...]:

@@ -208,8 +208,8 @@ FLUSH_S = 30
 
 
 class Scalars:
-    """The event file of this start. It hides values that earlier starts wrote for steps after `step`. Raises
-    ValueError.
+    """The event file of this start. The event file hides values that earlier starts wrote for steps after `step`.
+    Raises ValueError.
     """
 
     def __init__(self, workdir: Path, step: int) -> None:

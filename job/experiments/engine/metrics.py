@@ -21,7 +21,7 @@ from gpufleet.job.measured import WARM_UP, step_times
 class StepClock:
     """Seconds per optimizer step since the last reading, without evaluations, saves and the first WARM_UP steps.
 
-    `synchronize` waits for the device. It is called only at the end of the warm-up. Before each later reading, the
+    `synchronize` waits for the device. The wait happens only at the end of the warm-up. Before each later reading, the
     caller has copied a result of the step from the device, which also waits for it.
     """
 

@@ -35,8 +35,8 @@ class Moments(Protocol):
 
 
 def make(groups: Iterable[dict[str, Any]], config: Moments, *, seed: int) -> Optimizer:
-    """The optimizer for the parameters of `groups`, chosen by their dtype. Its moments exist from the beginning, as
-    zeros.
+    """The optimizer for the parameters of `groups`, chosen by their dtype. The optimizer's moments exist from the
+    beginning, as zeros.
     """
     groups = [group for group in groups if group["params"]]
     betas = (config.betas[0], config.betas[1])
@@ -208,8 +208,8 @@ def _shift(x: Tensor, by: int) -> Tensor:
 
 
 def _key(seed: int, step: int, index: int) -> int:
-    """The number at which a parameter's counters begin in a step. It is far away from the counters of other parameters,
-    positive, and within int64.
+    """The number at which a parameter's counters begin in a step. This number is far away from the counters of other
+    parameters, positive, and within int64.
     """
     return (((seed * 1_000_003 + step) * 1_000_003 + index) * 0x9E3779B97F4A7C15) & KEYS
 

@@ -131,8 +131,8 @@ def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) ->
 def recorded(
     opt: Optimizer, device: torch.device, say: Callable[[str], None], *, wanted: bool = True
 ) -> Iterator[RecordedPasses | None]:
-    """A context in which the passes of a phase run as a CUDA graph, if this is wanted and the device is CUDA. Its
-    memory is freed afterwards.
+    """A context in which the passes of a phase run as a CUDA graph, if this is wanted and the device is CUDA. The
+    graph's memory is freed afterwards.
     """
     if device.type != "cuda" or not wanted:
         yield None

@@ -217,8 +217,8 @@ def expert_load(module: Growth, probe_BT: Tensor) -> tuple[tuple[int, ...], tupl
 
 def fit_capacity(module: Growth, probe_BT: Tensor) -> tuple[float | None, float | None]:
     """Returns the capacity, and the loss with padding minus the loss without dropped tokens. The capacity is raised in
-    steps until this difference is within LOSS_LIMIT. It is raised even on a device that drops no tokens, because the
-    GPU of the next node may drop some. (None, None) for a dense model.
+    steps until this difference is within LOSS_LIMIT. The capacity is raised even on a device that drops no tokens,
+    because the GPU of the next node may drop some. (None, None) for a dense model.
     """
     ffn = module.blocks[0].ffn
     if not isinstance(ffn, Experts):

@@ -1,7 +1,7 @@
 """Makes the weights of the next phase from those of a phase, so that the model still computes the same function. All
-functions are pure, from a state dict to a state dict. They are exact in real arithmetic, and keep the dtype. Only
-rounding remains, which check.py measures. New numbers are drawn on the CPU in fp32 from the given generator, in the
-order of the state dict, so a growth can be repeated anywhere.
+functions are pure, from a state dict to a state dict. The functions are exact in real arithmetic, and keep the dtype.
+Only rounding remains, which check.py measures. New numbers are drawn on the CPU in fp32 from the given generator, in
+the order of the state dict, so a growth can be repeated anywhere.
 
 Three mistakes look right, and cause no error: writing E/2 into a tied table (which also halves the input), zero-padding
 a normalised stream (which changes the statistics), copying a layer (which is then applied twice).

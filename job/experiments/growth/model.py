@@ -149,8 +149,8 @@ class Growth(Checkpointed):
 
     def look_up(self, tokens_BT: Tensor) -> Tensor:
         """The tokens' rows of the table. On a CPU, the table's gradient is sparse here, and is added row by row to the
-        gradient of the last product, which saves 1 % of a step. It is not sparse in bf16, which would round each row,
-        nor on a GPU, which adds in no fixed order.
+        gradient of the last product, which saves 1 % of a step. The gradient is not sparse in bf16, which would round
+        each row, nor on a GPU, which adds in no fixed order.
         """
         table = self.embed.weight
         sparse = table.device.type == "cpu" and table.dtype != torch.bfloat16

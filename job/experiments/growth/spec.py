@@ -232,7 +232,7 @@ class GrowthConfig(ExperimentConfig):
         return cuts(whole, self.batch.micro, [whole, whole * 3 // 4, whole // 2, whole // 4])
 
     def state_dtype(self, phase_index: int) -> str:
-        """fp32 or bf16, the same for weights, gradients and moments. It never depends on the GPU."""
+        """fp32 or bf16, the same for weights, gradients and moments. The dtype never depends on the GPU."""
         return self.precision.phase3_state if phase_index == 2 else "fp32"
 
     def records(self) -> bool:

@@ -45,8 +45,8 @@ def prepare_kernels(
     tokenizer: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> DatasetManifest:
-    """The dataset in `folder`, from a JSONL file (`text`) or generated. It is made if it does not exist. `tokenizer`:
-    the base weights' own tokenizer.json. Raises ValueError.
+    """The dataset in `folder`, from a JSONL file (`text`) or generated. The dataset is made if it does not exist.
+    `tokenizer`: the base weights' own tokenizer.json. Raises ValueError.
     """
     data, template = config.data, TEMPLATES[config.model.family]
     how = Packing(row=data.row, longest=data.row, held_out=HELD_OUT, seed=config.seed)

@@ -1,12 +1,12 @@
 """kernel-sft: trains all weights of a code model on kernel pairs, generates candidates, and judges them in the funnel.
 
-Training is FSDP2. stages.py does the work that follows training. It appends finished results to stages/*.jsonl at once,
-so that a restart repeats no finished candidate. With `data.curriculum: on`, the model is tested at the end of each
-epoch, and the next epoch has more samples of tasks that the model half masters (judge/curriculum.py). With `compare`
-there are two phases with the same number of steps, each from the base weights: the first without the curriculum, the
-second with it. The first phase's candidates are written at the end of that phase. The run leaves `final/` (the last
-phase's bf16 weights in the published layout, the tokenizer), `stages/candidates.jsonl`, `stages/verdicts.jsonl` and
-`results.json`.
+Training is FSDP2. stages.py does the work that follows training. The module stages.py appends finished results to
+stages/*.jsonl at once, so that a restart repeats no finished candidate. With `data.curriculum: on`, the model is tested
+at the end of each epoch, and the next epoch has more samples of tasks that the model half masters
+(judge/curriculum.py). With `compare` there are two phases with the same number of steps, each from the base weights:
+the first without the curriculum, the second with it. The first phase's candidates are written at the end of that phase.
+The run leaves `final/` (the last phase's bf16 weights in the published layout, the tokenizer),
+`stages/candidates.jsonl`, `stages/verdicts.jsonl` and `results.json`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Kernel(Experiment):
         self.module: Decoder | None = None
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
-        """The base weights, sharded. They are the same for every phase."""
+        """The base weights, sharded. These weights are the same for every phase."""
         self.session.say(
             f"{phase.name}: {self.params_total:,} parameters, all trained; {phase.steps} steps of {self.per_step} rows,"
             f" {self.config.epochs} epochs of {self.rows:,} rows; {self.manifest.facts['examples']:,} pairs"
@@ -93,7 +93,7 @@ class Kernel(Experiment):
         return lr
 
     def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
-        """This rank's part of the next rows of the epoch. They depend only on the seed, the step and the last
+        """This rank's part of the next rows of the epoch. The rows depend only on the seed, the step and the last
         evaluation.
         """
         return self.batches.work("train", self.step_rows(phase, step), rung.micro, per_step=self.per_step)

@@ -128,7 +128,7 @@ class Linear(nn.Linear):
 
 
 def fused_linear(x: Tensor, *layers: Linear) -> Tensor:
-    """The results of several layers for the same x, one after the other in one tensor. They are computed by one
+    """The results of several layers for the same x, one after the other in one tensor. All results are computed by one
     product, so that fewer kernels are launched.
     """
     weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
@@ -136,7 +136,7 @@ def fused_linear(x: Tensor, *layers: Linear) -> Tensor:
 
 
 class Stacked(nn.Module):
-    """One Linear per expert, stacked: weight [E, out, in], bias [E, out]. It only holds the parameters."""
+    """One Linear per expert, stacked: weight [E, out, in], bias [E, out]. The module only holds the parameters."""
 
     def __init__(self, experts: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -180,8 +180,8 @@ def rotate(x_D: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """A rotation, whose gradient is the inverse rotation. It needs five kernels in each direction; with plain autograd
-    it would be twenty.
+    """A rotation, whose gradient is the inverse rotation. The rotation needs five kernels in each direction; with plain
+    autograd it would be twenty.
     """
 
     @staticmethod

@@ -53,7 +53,7 @@ class DecoderOutput(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The position of each token, and the tokens to which it may attend. It is the same for every block."""
+    """The position of each token, and the tokens to which it may attend. This object is the same for every block."""
 
     cos: Tensor  # cosines of the rotary positions, [R, T, 1, D / 2]
     sin: Tensor

@@ -133,7 +133,7 @@ def layers(module: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """The trained tensors of the module, which are not copied. They are the content of a checkpoint."""
+    """The trained tensors of the module, which are not copied. These tensors are the content of a checkpoint."""
     return {name: parameter for name, parameter in module.named_parameters() if name.endswith(_TRAINED)}
 
 

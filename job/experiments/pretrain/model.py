@@ -103,7 +103,9 @@ class CharRows:
         return CharCache(self.window, dict(enumerate(layers)))
 
     def place(self, lengths: Sequence[int]) -> None:
-        """Sets how many positions each row has. It must be called before the next position of each row is read."""
+        """Sets how many positions each row has. This method must be called before the next position of each row is
+        read.
+        """
         self._length_B = torch.tensor(lengths, device=self._kept.device)
         self._span = min(self.window, -(-(max(lengths) + 1) // self.STEP) * self.STEP)
         self.mask = (self._place_T[: self._span] <= self._length_B[:, None])[:, None, None]

@@ -42,8 +42,8 @@ class Rows(Windows):
         return torch.from_numpy(in_epochs(places, self.per_epoch, functools.partial(self._order, seed)))
 
     def _epoch(self, seed: int, epoch: int) -> Ids:
-        """The beginnings of the epoch's rows in their order. They are sorted by a hash, which is the same on every
-        machine and with every version.
+        """The beginnings of the epoch's rows in their order. The beginnings are sorted by a hash, which is the same on
+        every machine and with every version.
         """
         offset = int(draw(seed + OFFSETS, epoch, 1, self._width)[0])
         keys = draw(seed, epoch, self.per_epoch, 1 << 63).numpy()

@@ -2,8 +2,8 @@
 
 Weights, gradients and moments are spread over the GPUs of the node (FSDP2). The early stop depends only on the recorded
 evaluations, so that a resumed run makes the same decisions as an uninterrupted one. The run writes `final/` (the
-weights with the best evaluation, not the last ones) and `results.json`. It writes them even if a limit ends the run,
-because its checkpoints cannot be read by other programs.
+weights with the best evaluation, not the last ones) and `results.json`. The run writes both even if a limit ends the
+run, because its checkpoints cannot be read by other programs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Pretrain(Experiment):
         self._weights = Weights(0, None)
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
-        """New weights. They are initialised on the CPU, one after the other, and are the same for any number of
+        """New weights. The weights are initialised on the CPU, one after the other, and are the same for any number of
         ranks.
         """
         module = self._spread()

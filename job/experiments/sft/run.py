@@ -2,8 +2,8 @@
 
 The base is frozen in bf16; it is either complete on every rank or sharded (`lora.shard_base`). Only the adapter is
 trained, saved in checkpoints, and has gradients that are summed over the ranks. With `method: full` the fp32 weights
-are sharded over the ranks (FSDP2). It has one phase; merge.py does what follows. It leaves `final/` (merged weights in
-the published layout, the tokenizer, `adapter/`) and `results.json`.
+are sharded over the ranks (FSDP2). The run has one phase; merge.py does what follows. The run leaves `final/` (merged
+weights in the published layout, the tokenizer, `adapter/`) and `results.json`.
 """
 
 from __future__ import annotations

@@ -52,7 +52,9 @@ class ChatData:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowEval:
-    """Validation on the same fixed packed rows; prompts are continued greedily at the end and stored."""
+    """Each validation uses the same packed rows. After training, the model continues prompts greedily, and the answers
+    are stored.
+    """
 
     every: int = common.bounded(1500, 1, 10_000_000)  # steps between two evaluations; about half an hour on one H100
     rows: int = common.bounded(512, 1, 1_000_000)
@@ -300,8 +302,8 @@ def _head_flops(config: SftConfig) -> int:
 
 
 def forward_share(config: SftConfig) -> float:
-    """The share of the forward pass in the work for a token. It is nearly half if the base is frozen, because the base
-    then needs no gradients.
+    """The share of the forward pass in the work for a token. The share is nearly half if the base is frozen, because
+    the base then needs no gradients.
     """
     matmul, own, whole = tuning.matmul_parameters(config.model), trained(config), flops_per_token(config)
     if config.method == "full":

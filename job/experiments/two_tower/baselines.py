@@ -117,8 +117,8 @@ def training_features(tables: Tables, train: Indices, axes_PS: Floats, seed: int
 
 
 def features(tables: Tables, known: Indices, queries: Indices, axes_PS: Floats) -> Floats:
-    """LambdaRank's features of each query and model, [queries, M, F]. They are computed from the judgements of the
-    queries `known`, none of which is in `queries`.
+    """LambdaRank's features of each query and model, [queries, M, F]. The features are computed from the judgements of
+    the queries `known`, none of which is in `queries`.
 
     Popularity (share of known queries with a label), mean and variance of the gain, the gain of the NEIGHBOURS most
     similar known queries weighted by similarity, the cosine between the query and the gain-weighted mean query of the

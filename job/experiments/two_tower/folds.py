@@ -1,6 +1,6 @@
 """Folds, the members trained on them, weak labels, and the tensors of one step. The module uses numpy only, and has no
-model and no training. A member is one model. It has queries from which it learns, queries by which its epoch is chosen
-(it watches them), and a fold on which it is tested.
+model and no training. A member is one model. A member has queries from which it learns, queries by which its epoch is
+chosen (it watches them), and a fold on which it is tested.
 
 | protocol | learns from | watches | tested on |
 |---|---|---|---|

@@ -63,8 +63,9 @@ class Tables:
 def prepare_ranking(
     folder: Path, config: TwoTowerConfig, *, text: Path | None = None, say: Callable[[str], None] = lambda line: None
 ) -> DatasetManifest:
-    """The prepared dataset in `folder`. It is made if it does not exist. `text` is the folder of a million-llms
-    dataset. Raises ValueError if there is no text, if lines are damaged, or if counts differ from the counts in `data`.
+    """The prepared dataset in `folder`. The dataset is made if it does not exist. `text` is the folder of a
+    million-llms dataset. Raises ValueError if there is no text, if lines are damaged, or if counts differ from the
+    counts in `data`.
     """
     data, width = config.data, config.towers.sentence
     if text is None and data.source == "generated-relevance":

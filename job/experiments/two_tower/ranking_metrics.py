@@ -2,7 +2,7 @@
 
 Equal scores share their places: each model of a tie gets the mean over the tie's orders, in nDCG (as scikit-learn's
 `ndcg_score` averages ties) and in MRR. A query without a relevant model scores 0. All values are float64. Scores that
-are NaN or infinite cannot be ranked. They raise LossNotFiniteError, which is a ValueError, as in scikit-learn.
+are NaN or infinite cannot be ranked. Such scores raise LossNotFiniteError, which is a ValueError, as in scikit-learn.
 """
 
 from __future__ import annotations

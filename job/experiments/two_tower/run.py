@@ -93,7 +93,9 @@ class TwoTower(Experiment):
         return module.to(self.session.device.torch)
 
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
-        """AdamW over all members. It works element by element, so the result is the same as for each member alone."""
+        """AdamW over all members. AdamW works element by element, so the result is the same as for each member
+        alone.
+        """
         groups = optimizer.groups(module, decays, self.config.optim.weight_decay)
         return optimizer.make(groups, CosineAdamW(betas=BETAS, eps=EPS), seed=self.config.seed)
 
@@ -154,7 +156,7 @@ class TwoTower(Experiment):
         return clip_each(optimizer.parameters(opt), self.config.optim.clip).mean()
 
     def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
-        """Keeps the members' losses for the line about the epoch. They are not written into metrics.jsonl."""
+        """Keeps the members' losses for the line about the epoch. These losses are not written into metrics.jsonl."""
         self._losses_K = aux["losses"].float().cpu()
         return {}
 

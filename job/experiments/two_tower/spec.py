@@ -299,8 +299,8 @@ def members(config: TwoTowerConfig) -> int:
 
 
 def queries(config: TwoTowerConfig, *, refit: bool = False) -> int:
-    """The number of rows in a member's matrix, which are its training and discovery queries. It is that of the member
-    with the most.
+    """The number of rows in a member's matrix, which are its training and discovery queries. The number is the largest
+    of all members.
     """
     if refit:
         return config.data.queries + config.weak.queries

@@ -21,12 +21,12 @@ JIT = re.compile(r"@(?!torch\.)(\w+\.)?jit\b")
 
 
 def program(answer: str) -> str:
-    """The program in an answer. It is the first code fence that defines the entry and also has a kernel, because
-    earlier fences may contain the question's program or a draft. If there is no such fence, the program is all fences
-    joined, because one fence may contain the kernel and a later one the entry. If they have no kernel or no entry, it
-    is any fence that defines the entry; if there is none, the first fence; if there is none, the whole answer. The end
-    of a fence may be missing. If an answer begins with the program, the beginning of the fence may be missing too.
-    Thoughts that a model writes before its answer, as Qwen3 does, are ignored.
+    """The program in an answer. The program is the first code fence that defines the entry and also has a kernel,
+    because earlier fences may contain the question's program or a draft. If there is no such fence, the program is all
+    fences joined, because one fence may contain the kernel and a later one the entry. If they have no kernel or no
+    entry, it is any fence that defines the entry; if there is none, the first fence; if there is none, the whole
+    answer. The end of a fence may be missing. If an answer begins with the program, the beginning of the fence may be
+    missing too. Thoughts that a model writes before its answer, as Qwen3 does, are ignored.
     """
     answer = answer.rpartition(THOUGHT)[2]
     fenced = [textwrap.dedent(fence[1]) for fence in FENCE.findall(answer)]

@@ -5,9 +5,9 @@ After `python -m gpufleet.job.experiments.kernel.judge.child FD`:
     compile 90   does the same for processes that compile for sm_90 (compiler.py)
     one JSON     runs one candidate in a fresh process, for GPUs, because CUDA does not survive a fork
 
-The process knows neither the reference nor the expected output nor the task. It gets a source and tensors, and answers
-with tensors; the judge decides whether these are right. The process's reports about itself (`ops`, `alias`) can only
-harm the candidate.
+The process knows neither the reference nor the expected output nor the task. The process gets a source and tensors, and
+answers with tensors; the judge decides whether these are right. The process's reports about itself (`ops`, `alias`) can
+only harm the candidate.
 """
 
 from __future__ import annotations
@@ -284,8 +284,8 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
 
 
 def _unreachable(device: torch.device) -> dict[str, Any]:
-    """An error if nothing can be computed on the device. It is checked before the first candidate, so that no candidate
-    is blamed for it.
+    """An error if nothing can be computed on the device. The device is checked before the first candidate, so that no
+    candidate is blamed.
     """
     try:
         for tries_left in (3, 2, 1, 0) if device.type == "cuda" else ():

@@ -97,7 +97,7 @@ class Compilation:
             return self._keep(name, problem, process.scratch, time.perf_counter() - started)
 
     def _keep(self, name: str, problem: str | None, scratch: Path, seconds: float) -> CompileOutcome:
-        """Keeps the outcome. It is kept completely or not at all, even if this process dies."""
+        """Keeps the outcome. The outcome is kept completely or not at all, even if this process dies."""
         made = Path(tempfile.mkdtemp(dir=self._folder, prefix="."))
         (made / CACHE).mkdir()
         with suppress(OSError):  # a candidate may have made the files unreadable

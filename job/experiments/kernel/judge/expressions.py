@@ -174,7 +174,7 @@ class Expressions:
         return isinstance(node, ast.Name) and node.id in self.lists and not any(node.id in own for own in self.scopes)
 
     def _plain(self, node: ast.Call) -> bool:
-        """Whether the call is one of PLAIN_CALLS. Their functions cannot be renamed by an assignment."""
+        """Whether the call is one of PLAIN_CALLS. These functions cannot be renamed by an assignment."""
         most, words = PLAIN_CALLS.get(name := self._full(node.func) or "", (-1, frozenset()))
         if most < 0:
             return False

@@ -23,7 +23,7 @@ PASSED_ON = (  # the environment variables that the process gets; they contain n
 
 
 class ForkServer:
-    """One fork server. It is started again if it ends. `said`: the server's first message."""
+    """One fork server. The server is started again if it ends. `said`: the server's first message."""
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
         self._arguments, self._environment = list(arguments), environment

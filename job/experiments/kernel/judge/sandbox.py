@@ -9,7 +9,8 @@ system calls are filtered (syscalls.py). None of these limits decides a verdict.
 CUDA has fewer limits: since version 570 the driver names its threads in /proc/self/task/<id>/comm and turns a refusal
 into error 304; in a process namespace the ids differ from those of the existing /proc, and a new /proc may not be
 mounted where a container hides parts of it. So a process with CUDA sees the ids of the container's processes, and may
-change its own entries in /proc. It may start the C compiler, and load that compiler's results from Triton's cache.
+change its own entries in /proc. The process may start the C compiler, and load that compiler's results from Triton's
+cache.
 """
 
 from __future__ import annotations

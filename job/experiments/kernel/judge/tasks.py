@@ -118,8 +118,8 @@ class Cases:
         self._lock = threading.Lock()
 
     def case(self, task: KernelTask, name: str) -> Case:
-        """The task's case with this name. It is made once and kept. Two threads may make the same case at the same
-        time.
+        """The task's case with this name. The case is made once and kept. Two threads may make the same case at the
+        same time.
         """
         key = task.name, name
         drawn = self._kept.get(key) or case(task, self._seed, name, self._device)

@@ -1,5 +1,5 @@
-"""Measures what a candidate's processes use: memory, and space in the scratch folder. It is measured from outside of
-these processes, on Linux only.
+"""Measures what a candidate's processes use: memory, and space in the scratch folder. The use is measured from outside
+of these processes, on Linux only.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Watches a checked call: the functions that it calls, its reads of unwritten memory, and its writes outside of its own
-memory. It must be assumed that a program can detect all of this. A kernel may read new memory, or memory beyond its
-own, and so distinguish a watched call from a timed one. So the judge also makes checked calls that are not watched. A
-program may also detect that its calls are listed: Python's own objects then have other addresses, which the text of
-these objects shows. So computations that the rules cannot see in the source, above all by operators, are refused in
-every call.
+memory. A program can probably detect all of this. A kernel may read new memory, or memory beyond its own, and so
+distinguish a watched call from a timed one. So the judge also makes checked calls that are not watched. A program may
+also detect that its calls are listed: Python's own objects then have other addresses, which the text of these objects
+shows. So computations that the rules cannot see in the source, above all by operators, are refused in every call.
 """
 
 from __future__ import annotations

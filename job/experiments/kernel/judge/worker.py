@@ -33,7 +33,7 @@ class Lost(Exception):
 
 
 class OutOfTime(Lost):
-    """The process did not answer in time. Its earlier answers are still valid."""
+    """The process did not answer in time. The process's earlier answers are still valid."""
 
 
 class NotBegun(Lost):
@@ -134,7 +134,7 @@ class Workers:
         return Process(pid, ours, scratch, memory_bytes, self._ended, watch_s=COMPILING_S if compiles else wire.WATCH_S)
 
     def _spawn(self, theirs: socket.socket, asked: str, gpu: int) -> int:
-        """Starts a whole new process. It sees only the `gpu`-th of this process's GPUs."""
+        """Starts a whole new process. The process sees only the `gpu`-th of this process's GPUs."""
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         interpret, visible = "0" if self._gpus else "1", seen.split(",")[gpu] if seen else str(gpu)
         process = python(theirs, ["one", asked], {"CUDA_VISIBLE_DEVICES": visible, "TRITON_INTERPRET": interpret})

@@ -30,7 +30,7 @@ class _Writing:
 
 
 class TextWriter:
-    """Writes texts in the rows of one model. Its thread exists while a text is being written."""
+    """Writes texts in the rows of one model. The writing thread exists while a text is being written."""
 
     def __init__(self, module: CharGpt, window: int) -> None:
         """Takes memory for ROWS texts of `window` positions: 1 MB per position in fp32 at full size."""

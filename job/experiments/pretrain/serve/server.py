@@ -1,9 +1,10 @@
 """The HTTP server: GET /health, GET /info, POST /generate. Answers and errors are JSON; streams are server-sent events.
 
-It is Starlette on uvicorn, with limits that these two do not have. At most `CONNECTIONS` connections are open, and
-`AT_ONCE` of them generate; other requests get 503. A connection is closed if its request is not complete `PATIENCE_S`
-after the connection was opened or the previous answer was sent, or if the client has read nothing for so long. When all
-places are taken, a new client replaces the slow client that has waited longest. Non-HTTP input gets a JSON error too.
+The server is Starlette on uvicorn, with limits that these two do not have. At most `CONNECTIONS` connections are open,
+and `AT_ONCE` of them generate; other requests get 503. A connection is closed if its request is not complete
+`PATIENCE_S` after the connection was opened or the previous answer was sent, or if the client has read nothing for so
+long. When all places are taken, a new client replaces the slow client that has waited longest. Non-HTTP input gets a
+JSON error too.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ class Connection(H11Protocol):
 
 
 def application(server: Server) -> Starlette:
-    """The three routes. Their errors are JSON."""
+    """The three routes. All errors are JSON."""
 
     async def health(request: Request) -> Response:
         return _answer(200, {"status": "ok"})
