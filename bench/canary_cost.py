@@ -106,7 +106,7 @@ class CanaryCost:
 
 
 def places(folder: Path, regions: Iterable[str], gpus: Sequence[int] = (1, 0)) -> Iterator[FlightPlace]:
-    """What a canary chooses in each region; none where it refuses."""
+    """The types and zones that a canary chooses in each region, without regions in which it refuses."""
     for region in regions:
         with Cloud(folder / f"{region}-cloud", region=region) as cloud:
             for count in gpus:
@@ -138,7 +138,7 @@ def drawn(among: Sequence[FlightPlace], seed: int) -> CanaryCost:
         planned = [*(["notice"] if notice else []), "lost"] if name == stacks.RUN else []
         stack = replace(place.by_name[of], type=type_, zone=zone)
         run = DrawnCanary(stack, seed, planned=planned, work_s=work_s)
-        with redirect_stdout(io.StringIO()):  # what a node says
+        with redirect_stdout(io.StringIO()):  # hides what a node prints
             ended[name] = run.go().ended_by
         by_run[name] = run.cost()[1]
     usd = sum(by_run.values()) + notice * float(stacks.FIS_USD)

@@ -76,7 +76,7 @@ def measure(megabytes: float, found: device.Device) -> None:
 
 
 def pace(checkpoints: Checkpoints, seconds: float, found: device.Device) -> float:
-    """Products per second for `seconds`, or for as long as a save is on its way."""
+    """Products per second for `seconds`, or for as long as a save is being written."""
     side, dtype = (4096, torch.bfloat16) if found.is_cuda else (512, torch.float32)
     a = torch.ones(side, side, device=found.torch, dtype=dtype)
     began, count = time.perf_counter(), 0
@@ -109,7 +109,7 @@ def commit(step: int) -> Commit:
 
 
 def say(text: str) -> None:
-    """A line of the page."""
+    """Prints a line of the page."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

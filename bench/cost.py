@@ -1,11 +1,12 @@
-"""Speed of the bill and of the comparison against their bars: `python bench/cost.py > bench/results/cost.md`.
+"""Compares the speed of the bill and of the comparison with the limits for them: `python bench/cost.py >
+bench/results/cost.md`.
 
 The comparison has every type of the catalog, on spot and on demand, for every scenario of a stack, and the scenarios on
 their own fleets, with 10,000 runs each.
 
-Each figure is a minimum and a median of several: on a machine that others use, the minimum is the program's time, and
-the rest is due to the others. CPU seconds count user and system time of the process and of nobody else. Not a test: a
-slow machine is not a defect.
+Each result is the minimum and the median of several times. On a machine that others use too, the minimum is the
+program's own time, and longer times are due to the others. CPU seconds are the user and system time of this process
+alone. This is not a test, because a slow machine is not a defect.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _priced(stack: str, now: datetime) -> Taken:
 
 
 def _compared(stack: str, now: datetime) -> tuple[str, Taken]:
-    """(what was compared, the comparison in this process)."""
+    """Words about what was compared, and a function that makes the comparison in this process."""
     study, path = Study(load_catalog()), find(stack, ROOT)
     definition, variants = load(path, now=now), scenarios(path, now=now)
     rows = ranking.every_option(definition, variants, study)

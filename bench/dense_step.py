@@ -50,7 +50,7 @@ ONE_LAUNCH = {
     *("aten::embedding_dense_backward", "aten::embedding_sparse_backward", "aten::nll_loss_forward", "aten::zeros"),
     *("aten::zeros_like", "aten::zero_", "aten::arange", "aten::eq", "aten::nll_loss_backward", "aten::roll"),
 }
-# Operators that launch nothing: they make room, or look at memory in another way.
+# Operators that launch no kernel: they allocate memory, or make another view of it.
 NO_LAUNCH = {
     "aten::view",
     "aten::_unsafe_view",

@@ -51,7 +51,7 @@ def busy_s() -> float:
 
 
 def main() -> None:
-    """Judges the 200 planted candidates once."""
+    """Judges the 200 planted candidates once, and prints the result."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     cores, found = len(os.sched_getaffinity(0)), list[Verdict]()

@@ -40,7 +40,9 @@ class TakenGuard:
 
     @contextmanager
     def taken_out(self) -> Iterator[None]:
-        """Within the block the checkout lacks this guard. Raises SystemExit if the file is not as the list says."""
+        """A context in which this guard is removed from the checkout. Raises SystemExit if the file is not as the list
+        says.
+        """
         path = ROOT / self.file
         whole = path.read_text()
         if (found := whole.count(self.old)) != 1:
@@ -72,7 +74,7 @@ def guards() -> list[TakenGuard]:
 
 
 def main(wanted: list[str]) -> int:
-    """Prints the table; 1: a test stayed green."""
+    """Prints the table; returns 1 if a test stayed green."""
     green = 0
     sys.stdout.write(
         "# Guards taken out\n\n"

@@ -1,4 +1,5 @@
-"""How often the stated interval holds on traces not used for it: `python bench/hazard_coverage.py SPOT H100`.
+"""Tests how often the stated interval holds on traces that were not used for it: `python bench/hazard_coverage.py SPOT
+H100`.
 
 SPOT is a checkout of github.com/skypilot-org/spot-traces, H100 one of github.com/andylizf/skynomad-artifact; this
 repository has no copy of these. Each trace is left out once: the median of the prior is computed from all other traces
@@ -231,7 +232,9 @@ def _trace(counts: Sequence[int], gap_s: float, nodes: int, zone: str) -> Trace:
 
 
 def dispersion(traces: Sequence[Trace]) -> float:
-    """Variance over mean of a day's interruptions, given the day's node-hours; mean over traces."""
+    """The variance of a day's interruptions divided by their mean, given the day's node-hours, as the mean over
+    traces.
+    """
     ratios = []
     for trace in traces:
         days = [trace.part(24.0 * day, 24.0 * day + 24) for day in range(int(trace.hours // 24))]
@@ -244,7 +247,8 @@ def dispersion(traces: Sequence[Trace]) -> float:
 def drift(traces: Sequence[Trace]) -> float:
     """Root mean square of ln hazard between halves, less what counting clustered interruptions adds by itself.
 
-    Only traces with 20 interruptions in each half count: the logarithm of fewer interruptions is noise.
+    Only traces with at least 20 interruptions in each half are used, because the logarithm of fewer interruptions is
+    mostly noise.
     """
     between, noise = [], []
     for trace in traces:

@@ -38,7 +38,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("no GPU: the judge then interprets kernels, which do_bench cannot")
     with tempfile.TemporaryDirectory() as folder, Workers(Path(folder), gpus=True) as workers:
-        os.chdir(folder)  # a kernel's source is read from its file
+        os.chdir(folder)  # because a kernel's source is read from its file
         judge, apart = Judge(Funnel(memory_gb=16.0), SEED, workers, gpus=1), list[float]()
         for task in catalog.TASKS[: arguments.tasks]:
             source = planted.source(task)

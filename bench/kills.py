@@ -1,5 +1,5 @@
-"""Kills `up` and `destroy` of the real engine at each of their calls to AWS, or leaves them without answers from that
-call on. Then it runs `pulumi cancel`, `pulumi destroy` and one `gpufleet sweep --delete`. Call it as `bench/kills.py
+"""Kills `up` and `destroy` of the real engine at each of their calls to AWS, or gives them no answers from that call
+on. Then it runs `pulumi cancel`, `pulumi destroy` and one `gpufleet sweep --delete`. Call it as `bench/kills.py
 [up|destroy]`; `--way block` is for a stack that buys its capacity in this way (`--way all`: in every way), `--calls 20`
 for 20 of the calls.
 
@@ -70,8 +70,8 @@ def main() -> None:
 def kills(
     folder: Path, way: str, command: str, mode: Mode, most: int, tell: Callable[[int], None]
 ) -> Iterator[KilledCall]:
-    """A KilledCall for each call that the command makes, for `most` of them at most; `tell` gets the number of all
-    calls.
+    """A KilledCall for each call that the command makes, for `most` of them at most; `tell` is called with the number
+    of all calls.
     """
     with shared_account(folder, way) as account:
         calls = kill(account, command, mode, NEVER).calls

@@ -38,7 +38,7 @@ from gpufleet.job.kind.common import DEVICE_RESERVE_GB, Rung
 from gpufleet.job.kind.dataset import Given
 
 ROOT = Path(__file__).parents[1]
-WARM = 2  # steps before the clock counts: compilation, and the allocator's first
+WARM = 2  # number of steps that are not timed, because they compile and allocate
 DATA: Mapping[str, Mapping[str, Any]] = {
     "tinystories-growth": {"source": "generated-stories", "stories": 5000},
     "pretrain-d64": {"source": "generated-sums", "characters": 2_000_000},

@@ -34,7 +34,7 @@ from gpufleet.job.experiments.growth.spec import GrowthConfig, GrowthModel, Prec
 
 VOCAB, HEAD = 32_768, 128
 KERNELS = ("flash", "fmha", "sdpa", "_attention")  # parts of attention kernels' names, cuDNN's too
-WARM = 3  # steps before the clock counts: compilation
+WARM = 3  # number of steps that are not timed, because they compile
 
 
 def main() -> int:

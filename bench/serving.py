@@ -47,7 +47,7 @@ def main() -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(0.0, 0.02)
-    if found.torch.type == "cuda":  # as `open_model` has it
+    if found.torch.type == "cuda":  # as in `open_model`
         module.compute_dtype = torch.bfloat16
         module.to(torch.bfloat16)
     window = config.data.sequence

@@ -27,7 +27,7 @@ from gpufleet.job.experiments.models.config import DecoderConfig as Shape
 from gpufleet.job.experiments.sft.spec import SftConfig, flops_per_token
 from gpufleet.job.kind.common import Rung
 
-WARM = 5  # steps before the clock counts
+WARM = 5  # number of steps that are not timed
 LONGEST = 1024  # tokens of an example, as data.longest: the kernel launches as much for each as for the longest one
 
 

@@ -1,6 +1,7 @@
-"""How well the table of measured speeds predicts a source that it has not seen: `python bench/speed_coverage.py`.
+"""Tests how well the table of measured speeds predicts a source that it does not contain: `python
+bench/speed_coverage.py`.
 
-Each source of infra/evidence/speeds.csv is left out in turn, and each of its figures is compared with what the other
+Each source of infra/evidence/speeds.csv is left out in turn, and each of its speeds is compared with what the other
 sources predict for the same GPU and kind of work. Writes bench/results/speed.md to standard output and
 bench/results/speed.svg.
 """
@@ -26,7 +27,7 @@ PICTURE = Path(__file__).parent / "results" / "speed.svg"
 
 
 class Judged(NamedTuple):
-    """A figure, and what the other sources predict for it."""
+    """A speed, and what the other sources predict for it."""
 
     figure: Speed
     expected: Expected
@@ -92,7 +93,7 @@ def main() -> None:
 
 
 def left_out(figures: Sequence[Speed]) -> Iterator[Judged]:
-    """Each figure with what the other sources predict for it."""
+    """Each speed with what the other sources predict for it."""
     for source in dict.fromkeys(each.place.source for each in figures):
         others = Speeds(each for each in figures if each.place.source != source)
         for each in figures:
@@ -101,7 +102,7 @@ def left_out(figures: Sequence[Speed]) -> Iterator[Judged]:
 
 
 def clusters(some: Sequence[Judged]) -> list[Judged]:
-    """The mean of each group of figures: one source, one GPU, one kind of work, either one GPU or several."""
+    """The mean error of each group of speeds: one source, one GPU, one kind of work, either one GPU or several."""
     by_place: dict[SpeedGroup, list[Judged]] = defaultdict(list)
     for each in some:
         by_place[each.figure.place].append(each)
@@ -125,7 +126,7 @@ def share_inside(some: Sequence[Judged]) -> float:
 
 
 def loss(some: Sequence[Judged]) -> float:
-    """Mean over figures and over p10, p50 and p90."""
+    """The pinball loss, as the mean over speeds and over p10, p50 and p90."""
     found = []
     for each in some:
         for share, at in ((0.1, -P90), (0.5, 0.0), (0.9, P90)):
@@ -140,7 +141,7 @@ def grouped(some: Sequence[Judged], at: int) -> Iterator[tuple[str, list[Judged]
 
 
 def draw(judged: Sequence[Judged]) -> None:
-    """Draws a point for each figure, published against predicted, with the diagonal and the usual width."""
+    """Draws a point for each speed, published against predicted, with the diagonal and the usual width."""
     import matplotlib as mpl
 
     mpl.use("svg")

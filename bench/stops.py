@@ -1,12 +1,12 @@
 """Tests whether a run's limits hold if some of its stops fail: `python bench/stops.py [RUNS]`, 1,000 by default.
 
 Runs are drawn at random, not trained: nodes boot, stage, train at prices that rise, are taken with a notice, vanish,
-live on beside the next node, or wait for capacity; EC2's API, S3 and the scheduler do not answer for a while. The real
-code decides: the job's meter and forecast, its count of other nodes, and a node's remaining means, timer and schedule.
-There are three stops: the meter in the supervisor, the timer of the boot, and the schedule of AWS (with the fleet's
-expiry). The check that a boot makes before it pulls an image always works. A meter that fails either falls silent, or
-reports but does not stop the run; a node whose timer fails can no longer move the schedule's hour from some moment on.
-The program writes bench/results/stops.md to standard output.
+live on beside the next node, or wait for capacity; EC2's API, S3 and the scheduler do not answer for a while. The
+decisions are made by the real code: the job's meter and forecast, the cost of other nodes, and a node's allowance,
+timer and schedule. There are three stops: the meter in the supervisor, the timer of the boot, and the schedule of AWS
+(with the fleet's expiry). The check that a boot makes before it pulls an image always works. A meter that fails either
+falls silent, or reports but does not stop the run; a node whose timer fails can no longer move the schedule's hour from
+some moment on. The program writes bench/results/stops.md to standard output.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from gpufleet.job.supervisor.store import Entry
 from gpufleet.job.text import stamp
 
 ROOT = Path(__file__).parents[1]
-# Files with one job: a stage has limits as a run has.
+# Files with one job, because a stage has limits as a run has.
 STACKS = [
     *(path for path in sorted((ROOT / "stacks").glob("*.yaml")) if "\nstages:\n" not in path.read_text()),
     ROOT / "examples" / "hf-run-clm.yaml",
@@ -123,7 +123,7 @@ class MemoryStore:
 
 
 class SaidNode:
-    """Stands for the work folder, in which a node reads the meter's last report."""
+    """Replaces the work folder, from which a node reads the meter's last report."""
 
     def __init__(self) -> None:
         self.told = b""
@@ -151,11 +151,11 @@ class Machine:
     checks_at: float  # when the node checks what is left, before it pulls an image
     meters_at: float
     ended: float | None = None  # this moment may be in the future
-    lives_on: bool = False  # the node runs on beside the next one
+    lives_on: bool = False  # whether the node goes on while the next one already runs
 
 
 def outages(draw: random.Random, until: float, share: float) -> Callable[[float], bool]:
-    """A function that says whether a service is out at a moment. Outages last half an hour on average."""
+    """A function that says whether a service does not answer at a moment. Outages last half an hour on average."""
     spans, at = list[tuple[float, float]](), T0
     while share and at < until:
         at += draw.expovariate(share / (1 - share) / (0.5 * HOUR))
@@ -170,7 +170,7 @@ class DrawnResult:
 
     past_s: float
     ended_by: str
-    is_late: bool  # its last node came so near the limit that the limit passed before it could train
+    is_late: bool  # whether its last node started so near the limit that the limit was reached before it could train
 
 
 class Drawn:

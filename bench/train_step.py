@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def full_size(scratch: Path, found: device.Device, sequences: int) -> None:
-    """Each phase by itself, weights fresh."""
+    """Each phase alone, with new weights."""
     config = replace(GrowthConfig(), batch=replace(GrowthConfig().batch, sequences=sequences))
     prepare.prepare(scratch / "data", sources.Generated(count=5000, seed=1), model_vocab=config.model.vocab)
     tree = {"schema": 1, "job": {"experiment": "tinystories-growth", "parameters": asdict(config)}}
@@ -68,7 +68,7 @@ def full_size(scratch: Path, found: device.Device, sequences: int) -> None:
     say("|---|---|---|---|---|---|---|---|---|---|---|")
     for index, size in enumerate(config.phases()):
         phase = experiment.phases[index]
-        found.tidy()  # the phase before is still held by reference cycles
+        found.tidy()  # the previous phase is still in memory because of reference cycles
         module = build(config, index, device=found.torch)
         opt = experiment.optimizer(phase, module)
         experiment.schedule(phase, opt, phase.first)

@@ -26,7 +26,7 @@ from gpufleet.job.experiments.two_tower.model import Noise, draw_noise
 from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
 
 FOLDS, QUERIES = 10, 443
-BAR_S = 0.35  # of a joint step without dropout, on 2 CPU cores
+BAR_S = 0.35  # the most seconds of a joint step without dropout on 2 CPU cores
 GPU_BAR = 8  # how many times as fast as the loop the joint step must be on a GPU
 
 

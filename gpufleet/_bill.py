@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """One figure over the simulated runs: one run in ten stays below `p10`, half stay below `p50`, nine in ten below
-    `p90`. The attribute that holds the figures has the unit.
+    """Quantiles and mean of one quantity over the simulated runs: one run in ten is below `p10`, half are below `p50`,
+    and nine in ten below `p90`. The attribute that has these values says their unit.
     """
 
     p10: float
@@ -32,7 +32,7 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BillLine:
-    """One charge of the run. The lines add up to the bill's `usd.p50`."""
+    """One charge of the run. The sum of all lines is the bill's `usd.p50`."""
 
     name: str
     quantity: float
@@ -60,8 +60,8 @@ class Bill:
     wall_hours: Figures  # hours by the clock, with waits for capacity
     usd_to_finish: Figures  # USD without limits
     lines: tuple[BillLine, ...]
-    interruptions: float  # expected number
-    # probability that a limit stops the run before its work is done; None if it was not simulated
+    interruptions: float  # expected number of interruptions
+    # The probability that a limit stops the run before its work is done; None if it was not simulated.
     stopped: float | None
     kept_usd_per_month: float  # USD per month for the objects that stay in the bucket after `pulumi destroy`
     prices_as_of: date  # the date of the oldest price

@@ -33,8 +33,8 @@ class Option:
     late: float  # probability of missing the deadline
     over_limit: bool  # whether p90 passes limits.max_usd or limits.max_hours
     runnable: bool  # whether the option could be run without a change
-    measured: bool  # whether its speed is measured; else it is assumed
-    why: str  # why the option cannot be run, or is not first
+    measured: bool  # whether its speed was measured; if not, it is assumed
+    why: str  # why the option cannot be run, or is not the first one
     _row: Row = field(repr=False, compare=False)
 
 

@@ -19,7 +19,7 @@ from gpufleet import _bill, _training_run
 
 
 class Figures(TypedDict):
-    """One figure over the simulated runs."""
+    """Quantiles and mean of one quantity over the simulated runs."""
 
     p10: float
     """A tenth of them stay below."""
@@ -47,7 +47,7 @@ class RunBill(TypedDict):
 
 
 class TrainingRunArgs(TypedDict):
-    """One definition's run, and its place."""
+    """The definition of a run, and where to run it."""
 
     definition: Any
     """The path of a definition file, the name of one in stacks/, or an object of its sections."""
@@ -67,7 +67,7 @@ class TrainingRunArgs(TypedDict):
 
 class TrainingRun(_training_run.TrainingRun):
     """One definition's run: network, bucket, role, launch template and a fleet of one node on rented AWS GPUs. The
-    project's Pulumi.yaml needs `options: {refresh: always}`: a run ends its own fleet.
+    project's Pulumi.yaml needs `options: {refresh: always}`: because a run ends its own fleet.
     """
 
     fleet_id: pulumi.Output[str | None]
@@ -101,7 +101,9 @@ class TrainingRun(_training_run.TrainingRun):
 
 
 def _project(folder: Path) -> Path:
-    """The folder of Pulumi.yaml, at or above the program's folder: a hosted component does not get it."""
+    """The folder of Pulumi.yaml, at or above the program's folder: which is searched for, because a hosted component is
+    not told it.
+    """
     return next((candidate for candidate in (folder, *folder.parents) if (candidate / "Pulumi.yaml").is_file()), folder)
 
 

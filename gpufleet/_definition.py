@@ -117,7 +117,7 @@ def _plain(value: object) -> object:
         return list(value)
     if isinstance(value, datetime):
         return value.isoformat()
-    # Decimal, or one of NumPy's numbers
+    # A Decimal, or a number of NumPy.
     if isinstance(value, Path) or re.fullmatch(r"-?[0-9.]+([eE][-+]?[0-9]+)?", str(value)):
         return str(value)
     raise TypeError(f"{type(value).__name__} {value!r:.80}")

@@ -36,10 +36,10 @@ def load(definition: Given, *, scenario: str = "", name: str = "", project: Path
 def price(
     definition: Given | Definition, *, scenario: str = "", name: str = "", project: Path | str | None = None
 ) -> Bill:
-    """The bill of a run in USD and hours, by all measurements of the project. Arguments as for `load`.
-
-    If limits are too low there is still a bill: its `problems` say so. Raises like `load`; DefinitionError if the job
-    fits no listed type or none has a price; GpufleetError for a scenario that ran elsewhere, and if a price is missing.
+    """The bill of a run in USD and hours, with all measurements of the project. The arguments are those of `load`. If
+    limits are too low, there is still a bill, whose `problems` say so. Raises the errors of `load`; DefinitionError if
+    the job fits no listed type, or if none has a price; GpufleetError for a scenario that ran elsewhere, and if a price
+    is missing.
     """
     now = datetime.now(UTC)
     loaded = read(definition, scenario=scenario, name=name, project=project, now=now)
@@ -65,11 +65,9 @@ def compare(
     project: Path | str | None = None,
 ) -> Comparison:
     """The file's scenarios and every instance type for their work, ranked by mean USD; `scenario`: only for the work of
-    that scenario. `within_hours`: the hours from now within which the work must end, instead of limits.deadline. Other
-    arguments as for `load`.
-
-    Raises like `load`; GpufleetError for a scenario whose work cannot move to another type, and for a deadline that has
-    passed.
+    that scenario. `within_hours`: the hours from now within which the work must end, instead of limits.deadline. The
+    other arguments are those of `load`. Raises the errors of `load`; GpufleetError for a scenario whose work cannot
+    move to another type, and for a deadline that has passed.
     """
     now = datetime.now(UTC)
     loaded = read(definition, scenario="", name=name, project=project, now=now)

@@ -35,8 +35,8 @@ def program() -> None:
         if baked := config.get(BAKE):
             return _keep_bake(name, json.loads(baked))
         plan = engine.planned(root, name, was, scenario=config.get("scenario") or "")
-        # Imported here, like the provider below: an SDK takes a second to import, and an error of the definition comes
-        # sooner.
+        # Imported here, like the provider below. An SDK takes a second to import, and an error in the definition is
+        # reported sooner.
         from gpufleet.infra.account import aws, month, unknown_fleets
 
         preview = bool(pulumi.runtime.is_dry_run())
@@ -63,7 +63,7 @@ def program() -> None:
 
 
 def _keep_bake(name: str, described: dict[str, Any]) -> None:
-    """Declares what a bake keeps in the builder's place. Raises GpufleetError."""
+    """Declares the AMI or snapshot of a bake in place of its builder. Raises GpufleetError."""
     chosen = Selected(path=find(name, engine.root_directory()), asked=name)
     definition = chosen.load(now=datetime.now(UTC), past_deadline=True)
 

@@ -32,10 +32,10 @@ class Receipt:
     stack: str
     run: str
     reason: str  # why the run ended
-    until: str  # the time until which costs count: UTC, ISO 8601
+    until: str  # the time until which costs are included, in UTC, as ISO 8601
     capacity: str  # spot or on-demand
-    rehearsal: bool  # whether it is from an embedded AWS, so that it says nothing about real dollars
-    counted: bool  # whether it counts in the bills' score
+    rehearsal: bool  # whether the run was on the embedded AWS, so that the receipt says nothing about real dollars
+    counted: bool  # whether the score of past bills includes it
     estimate: float  # the bill's p50
     actual: float
     p10: float  # the bill's p10 and p90
@@ -44,7 +44,7 @@ class Receipt:
     inside: bool | None  # whether the cost is between p10 and p90; None if the bill had no range
     estimate_hours: float  # node-hours
     actual_hours: float
-    causes: Mapping[str, float]  # why the two differ; they add up to actual - estimate
+    causes: Mapping[str, float]  # the parts of the difference by cause; their sum is actual - estimate
     lines: tuple[ReceiptLine, ...]
 
     def _repr_html_(self) -> str:

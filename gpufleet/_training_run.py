@@ -20,9 +20,8 @@ TYPE = "gpufleet:index:TrainingRun"
 
 class TrainingRun(pulumi.ComponentResource):
     """One definition's run: network, bucket, role, launch template and a fleet of one node, as gpufleet's own `pulumi
-    up` declares them. One program may have several, each with a definition of its own name.
-
-    The stack's Pulumi.yaml needs `options: {refresh: always}`: a run ends its own fleet.
+    up` declares them. One program may have several of them, if their definitions have different names. The stack's
+    Pulumi.yaml needs `options: {refresh: always}`, because a run ends its own fleet.
     """
 
     fleet_id: pulumi.Output[str | None]
@@ -57,8 +56,8 @@ class TrainingRun(pulumi.ComponentResource):
         those of the definition's `account`; `tags` are added to its tags. The first three may be outputs of other
         resources.
 
-        `opts` as for any component. A `provider` of AWS must have the definition's region; without one the component
-        makes its own, in that region.
+        `opts`: as for any component. If they have a `provider` of AWS, it must have the definition's region; otherwise
+        the component makes a provider in this region.
 
         Raises pulumi.RunError, which the engine shows without a traceback, before anything is declared: for mistakes in
         the definition, the run id of an earlier run, limits below the bill, missing inputs.
@@ -120,7 +119,7 @@ class TrainingRun(pulumi.ComponentResource):
         self.register_outputs(outputs)
 
 
-# file names that components have claimed, by the program's stack
+# Names of files that components have claimed, by the program's stack.
 _CLAIMED: WeakKeyDictionary[pulumi.Resource, dict[str, str]] = WeakKeyDictionary()
 
 

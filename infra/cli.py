@@ -70,7 +70,7 @@ GROUPS = {
     },
 }
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
-ANSWERS = ("cost", "compare", "doctor", "ps", "receipts", "status")  # commands whose first line is the answer
+ANSWERS = ("cost", "compare", "doctor", "ps", "receipts", "status")  # commands whose first line of output is the answer
 FOR_PROGRAMS = ("completion", "docs", "logs", "schema", "shell")  # commands that print text for programs
 WITHOUT_JSON = ("cloud", "completion", "mcp", "shell", "tensorboard")  # commands that serve a terminal or a program
 _TO_DO = {
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the caller closed this stream: gpufleet cost STACK >&-
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-    if isinstance(sys.stdout, io.TextIOWrapper):  # so that `logs --follow | tee` gets each line at once
+    if isinstance(sys.stdout, io.TextIOWrapper):  # so that each line of `logs --follow | tee` is passed on at once
         strict = sys.stdout.errors == "strict"
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace" if strict else None)
     for number in (signal.SIGTERM, signal.SIGHUP):  # these signals end the command like Ctrl-C, with its clean-up
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answered(words: list[str], screen: Screen, out: Shown) -> int:
-    """Runs the command; returns its exit code, also after an error."""
+    """Runs the command; returns its exit code, even if the command raised an error."""
     try:
         code = _run(words, screen, out)
         sys.stdout.flush()
@@ -127,7 +127,8 @@ def _answered(words: list[str], screen: Screen, out: Shown) -> int:
         return _say(error, out)
     except BrokenPipeError:  # such as in `gpufleet logs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE  # as other tools do: 0 would mean that doctor found nothing
+        # the exit code of other tools; with 0, `gpufleet doctor | head` would look as if no check had failed
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -178,8 +179,9 @@ def _run(words: list[str], screen: Screen, out: Shown) -> int:
 
 @contextmanager
 def _without_blas_threads() -> Iterator[None]:
-    """If numpy is first imported within the block, it starts no threads: they would take a twenty-fifth of a bill's
-    time, waiting for products that no command computes. Processes started later get the old environment.
+    """A context in which numpy starts no threads when it is first imported. No command computes large matrix products,
+    and waiting threads would take 4 % of a bill's time. Processes that are started after the context get the old
+    environment.
     """
     name = "OPENBLAS_NUM_THREADS"
     before = os.environ.get(name)
@@ -211,7 +213,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _refused(error: Exception) -> GpufleetError | None:
-    """The error for a refusal by AWS or by the connection to it; None for other errors. It imports no botocore."""
+    """The error for a refusal by AWS or by the connection to it; None for other errors. This function imports no
+    botocore.
+    """
     if "botocore" not in sys.modules:
         return None
     from gpufleet.infra.account.refusals import refusal
@@ -220,17 +224,17 @@ def _refused(error: Exception) -> GpufleetError | None:
 
 
 def _of_the_machine(error: OSError) -> GpufleetError:
-    """The error for a disk, folder or connection that fails, with the path if the system names one."""
+    """The error for a failure of a disk, a folder or a connection, with the path if the system names one."""
     cause = error.strerror or str(error) or type(error).__name__
     path = error.filename
-    # from tempfile: none of the usual folders takes a file, perhaps because the disk is full
+    # tempfile raises this if it can write into none of the usual folders, perhaps because the disk is full
     if "temporary directory" in cause:
         return GpufleetError(f"{cause}: free some space there, or name a folder with room in TMPDIR, then run it again")
-    # from os.getcwd: `gpufleet cloud` removes its project when it ends
+    # os.getcwd raises this if the working directory was removed, as `gpufleet cloud` does with its project when it ends
     if path is None and error.errno == errno.ENOENT:
         return GpufleetError("the folder in which this was run no longer exists: cd into a project, then run it again")
     if path is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        path = Path.cwd()  # the error of a write to a full disk names no file
+        path = Path.cwd()  # the error of a full disk names no file
     where = f"{path}: " if path else ""
     return GpufleetError(f"{where}{cause}. {_TO_DO.get(error.errno or 0, '')}".rstrip())
 
@@ -242,7 +246,7 @@ def _say(error: GpufleetError, out: Shown) -> int:
             return 2
         print(f"gpufleet: {error}", file=sys.stderr)
     except OSError:  # stderr is full or closed, so that nothing can be printed
-        # otherwise the unwritten buffer would make the exit code 120
+        # otherwise Python would fail to write its buffer at exit, and exit with 120
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     return 2
 

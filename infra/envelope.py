@@ -46,14 +46,14 @@ _open: list[Envelope] = []
 
 
 def tell(answer: Any) -> None:
-    """Puts the command's answer into the envelope, as JSON values, if there is --json."""
+    """Puts the command's answer into the envelope, as JSON values, if the user asked for --json."""
     for envelope in _open:
         envelope.answer = answer
 
 
 @contextmanager
 def filled(envelope: Envelope) -> Iterator[None]:
-    """Within the block, printed text goes into the envelope."""
+    """A context in which printed text goes into the envelope."""
     _open.append(envelope)
     try:
         with redirect_stdout(envelope.out), redirect_stderr(envelope.err):

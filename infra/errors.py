@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from gpufleet.job.text import counted
 
-SHOWN = 20  # most problems of a file that are printed; the others are counted
+SHOWN = 20  # at most this many problems of a file are printed; of the others, only the number is
 
 
 def short(text: str) -> str:
@@ -28,7 +28,9 @@ class BeforeLaunch(str):
 
 
 class GpufleetError(Exception):
-    """A mistake or a refusal that the user can act on. The message says where, what, what is allowed, what to do."""
+    """A mistake or a refusal that the user can act on. The message says where the mistake is, what it is, what is
+    allowed, and what to do.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +63,9 @@ def in_order(problems: list[Problem]) -> list[Problem]:
 
 
 def of_form(section: str, problems: list[Problem]) -> list[Problem]:
-    """The problems of the file with `section` laid over it. A problem whose text is outside this section names it."""
+    """The problems of the file with the values of `section`. If the text of a problem is outside of this section, the
+    problem names the section.
+    """
     return [
         problem
         if problem.path.startswith(f"{section}.")

@@ -1,5 +1,5 @@
-"""Shows the progress of long work: on a terminal as a bar with rate and time left, in a log as a plain line now and
-then, and with `--quiet` not at all. tqdm draws the bars, and is imported for the first one.
+"""Shows the progress of long work: on a terminal as a bar with the rate and the remaining time, in a log as a plain
+line from time to time, and with `--quiet` not at all. tqdm draws the bars, and is imported for the first one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TextIO
 from gpufleet.job.progress import Gauge
 from gpufleet.job.text import printable
 
-BAR_S = 0.5  # work that takes less has no bar
+BAR_S = 0.5  # seconds; work that takes less time has no bar
 LINES_S = (10.0, 30.0)  # seconds until the first line in a log, and between later lines
 
 
@@ -58,7 +58,7 @@ class _Bar:
     def __init__(self, label: str, total: int | None, unit: str, stream: TextIO) -> None:
         from tqdm import tqdm
 
-        tqdm.monitor_interval = 0  # no thread of tqdm that redraws bars, because Screen.write does so
+        tqdm.monitor_interval = 0  # tqdm starts no thread that redraws bars, because Screen.write redraws them
         many = {"unit_scale": True} if unit == "B" else {"unit": f" {unit}"}
         self._tqdm = tqdm(
             desc=label, total=total, file=stream, leave=False, delay=BAR_S, dynamic_ncols=True, **{"unit": unit, **many}
@@ -76,7 +76,7 @@ class _Bar:
 
 
 class Lines:
-    """Prints a line now and then: `data/a: 1.20G/3.00G, 110MB/s, 00:16 left`."""
+    """Prints a line from time to time: `data/a: 1.20G/3.00G, 110MB/s, 00:16 left`."""
 
     def __init__(
         self,
@@ -130,4 +130,4 @@ def say(args: argparse.Namespace, to: Callable[[str], None] = print) -> Callable
 
 
 def _nothing() -> None:
-    """Takes the place of clearing and drawing once a bar is closed."""
+    """Does nothing. This function replaces those that clear and draw a bar, after the bar is closed."""

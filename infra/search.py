@@ -1,8 +1,8 @@
 """Decides which runs of a campaign lose, and which values are tried next, by Optuna's pruners and samplers.
 
-A new Optuna study is made for each decision, from the figures that the runs have reported, in the order of time. So any
-driver decides like one that was killed, and there is no file that can be lost. Figures are compared at multiples of
-`every`, because runs may log at different steps.
+A new Optuna study is made for each decision, from the metric values that the runs have reported, in the order of time.
+So any driver makes the same decisions as a driver that was killed, and there is no file that can be lost. Metric values
+are compared at multiples of `every`, because runs may log at different steps.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from gpufleet.job.contract.reading import DoubtError
 if TYPE_CHECKING:
     import optuna
 
-TRIES = 50  # how often a draw is repeated if its values were already drawn
-DIGITS = 6  # significant digits of a drawn number
-JUDGED = 16  # most judgements of a run in a simulated campaign with the median pruner, which is slow
+TRIES = 50  # how often the sampler is asked again if its values were already used
+DIGITS = 6  # significant digits of a number that a sampler chooses
+# the most judgements of a run in a simulated campaign with the median pruner, which is limited because that pruner is
+# slow
+JUDGED = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,12 +42,12 @@ class MetricFigure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialProgress:
-    """What a run has reported of the metric. `ended`: the reason of its end; None if it goes on."""
+    """The metric values that a run has reported. `ended`: the reason of its end; None if it goes on."""
 
     name: str
     figures: tuple[MetricFigure, ...] = ()
     ended: str | None = None
-    values: Mapping[str, str] | None = None  # the values that were drawn for the run
+    values: Mapping[str, str] | None = None  # the values that the sampler has chosen for the run
 
     @classmethod
     def read(
@@ -56,11 +58,13 @@ class TrialProgress:
 
     @property
     def last(self) -> float | None:
-        """The newest figure."""
+        """The newest metric value."""
         return self.figures[-1].figure if self.figures else None
 
     def judged(self, every: int) -> Iterator[tuple[float, int, float]]:
-        """Yields the first figure at or after each multiple of `every`: its time, the multiple's number, the figure."""
+        """Yields the first metric value at or after each multiple of `every`: its time, the number of the multiple, and
+        the value.
+        """
         for multiple, figures in groupby(self.figures, lambda line: line.step // every):
             if multiple:
                 first = next(figures)
@@ -77,7 +81,7 @@ def _read_figures(lines: bytes, metric: str) -> Iterator[MetricFigure]:
 
 
 def list_metrics(lines: bytes) -> list[str]:
-    """The names of the figures in the bytes of metrics.jsonl."""
+    """The names of the metrics in the bytes of metrics.jsonl."""
     records = metrics.records(lines.split(b"\n"))
     return sorted({name for record in records for name, _ in metrics.scalars(record)})
 
@@ -93,7 +97,7 @@ def find_losers(described: CampaignFile, runs: Sequence[TrialProgress]) -> list[
 
 
 def draw(described: CampaignFile, runs: Sequence[TrialProgress]) -> dict[str, str] | None:
-    """Values for the next run, as text by key; None if the sampler gives no new values."""
+    """Chooses values for the next run; returns them as text by key. None if the sampler has no new values."""
     study, _ = _retell(described, runs)
     taken = [run.values for run in runs]
     for number in range(TRIES):
@@ -106,7 +110,9 @@ def draw(described: CampaignFile, runs: Sequence[TrialProgress]) -> dict[str, st
 
 
 def _retell(described: CampaignFile, runs: Sequence[TrialProgress]) -> tuple[optuna.Study, list[str]]:
-    """A study with everything that the runs have reported, in the order of time; and the running trials that lose."""
+    """Returns a study that contains everything the runs have reported, in the order of time, and the running trials
+    that the pruner would stop.
+    """
     study = _make_study(described)
     trials = [_ask(study, described.draw, run.values) for run in runs]
     events = [
@@ -137,8 +143,8 @@ def _ask(study: optuna.Study, ranges: Mapping[str, DrawnRange], values: Mapping[
 
 
 def _tell_end(study: optuna.Study, trial: optuna.Trial, figure: float | None, *, is_whole: bool) -> None:
-    """Adds the end of a run to the study. A run that ended before its work was done counts as stopped, with its newest
-    figure.
+    """Adds the end of a run to the study. A run that ended before its work was done is added as stopped, with its
+    newest metric value.
     """
     from optuna.trial import TrialState
 
@@ -190,7 +196,9 @@ def _make_distributions(ranges: Mapping[str, DrawnRange]) -> dict[str, optuna.di
 
 
 def _as_text(value: Any, allowed: DrawnRange) -> str:
-    """The drawn value as text. A number is rounded to DIGITS digits, unless that would leave the range."""
+    """The chosen value as text. A number is rounded to DIGITS digits, unless the rounded number would be outside of the
+    range.
+    """
     if not isinstance(value, float):
         return str(value)
     short = f"{value:.{DIGITS}g}"
@@ -203,8 +211,8 @@ def _as_value(text: str, allowed: DrawnRange) -> Any:
 
 def simulate_shares(described: CampaignFile, judgements: Sequence[int], orders: int) -> list[list[float]]:
     """The share of its work that each run does before it is stopped, for `orders` random rankings of the runs.
-    `judgements`: how often each run is judged until its end. It is assumed that a run keeps its rank from its first
-    figure on, and that all runs take the same time from one judgement to the next.
+    `judgements`: how often each run is judged until its end. This assumes that a run keeps its rank from its first
+    metric value on, and that all runs take the same time from one judgement to the next.
     """
     import numpy as np
 
@@ -215,7 +223,7 @@ def simulate_shares(described: CampaignFile, judgements: Sequence[int], orders: 
 def _play_order(described: CampaignFile, judgements: Sequence[int], figures: Iterable[float]) -> list[float]:
     study, shares = _make_study(described), [1.0] * len(judgements)
     waiting = [*enumerate(figures)][::-1]
-    going_on: list[tuple[int, int, float, Any, list[int]]] = []  # ordered by when a run is judged next
+    going_on: list[tuple[int, int, float, Any, list[int]]] = []  # ordered by the time at which each run is judged next
     now = 0
     while waiting or going_on:
         while waiting and len(going_on) < described.at_once:
@@ -237,7 +245,7 @@ def _play_order(described: CampaignFile, judgements: Sequence[int], figures: Ite
 
 
 def _list_judgements(described: CampaignFile, count: int) -> list[int]:
-    """Those of a run's `count` judgements that can stop it, and its end."""
+    """The judgements that can stop a run, of the `count` that it has, and its end."""
     if described.pruner == "median":
         stride = max(1, count // JUDGED)
         return [*range(stride, count, stride), count]

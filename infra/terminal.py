@@ -1,5 +1,5 @@
-"""Formats output for a terminal: lines are folded between words at its width, the answer is bold, problems are
-coloured. A pipe, or a user with NO_COLOR, gets the same words without that.
+"""Formats output for a terminal: lines are folded between words at the terminal's width, the answer is bold, and
+problems are coloured. In a pipe, or with NO_COLOR, the words are the same, but they are not formatted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COLOURS = (
     (re.compile(r"gpufleet:|\s*PROBLEM\b|FAILED\b"), "31"),
     (re.compile(r"\s*[Ww]arning\b|Before you launch\b"), "33"),
     (re.compile(r"\s*ok\b"), "32"),
-)  # the beginning of a line, and its colour in the terminal's palette
+)  # how a line begins, and the colour that such a line has in the terminal's palette
 
 
 class Shown:

@@ -9,7 +9,7 @@ from decimal import Decimal
 
 
 def hours(value: float) -> str:
-    """The hours with two decimals, or with two significant digits if there are few: 77.68, 0.0052."""
+    """The hours with two decimals; if they are very small, with two significant digits: 77.68, 0.0052."""
     return f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
@@ -19,15 +19,15 @@ def share(value: float) -> str:
 
 
 def about_hours(value: Decimal) -> str:
-    """The hours with two significant digits, from ten on as a whole number: 0.57, 1.8, 14."""
+    """The hours with two significant digits; if there are at least ten, as a whole number: 0.57, 1.8, 14."""
     return f"{value:.0f}" if value >= 10 else f"{float(value):.2g}"
 
 
 def table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), spare: Sequence[int] = ()
 ) -> Iterator[str]:
-    """Yields heads, a rule, and the rows. `right`: columns to right-align. `spare`: columns that are left out, in this
-    order, if the terminal is too narrow.
+    """Yields the lines of a table: the headings, a rule, and the rows. `right`: columns to right-align. `spare`:
+    columns that are left out, in this order, if the terminal is too narrow.
     """
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     shown = list(range(len(heads)))
@@ -40,7 +40,9 @@ def table(
 
 
 def columns(most: int = 100) -> int:
-    """The greatest width of a line: that of the terminal, but at most `most`; `most` if there is no terminal."""
+    """The greatest width of a line: the width of the terminal, but at most `most`. If there is no terminal, it is
+    `most`.
+    """
     return min(most, shutil.get_terminal_size((most, 24)).columns)
 
 

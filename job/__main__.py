@@ -1,5 +1,5 @@
-"""`python -m gpufleet.job WORKDIR/run.json`: the supervisor. It starts and watches the trainer. Only the supervisor
-writes to S3.
+"""`python -m gpufleet.job WORKDIR/run.json`: the supervisor. The supervisor starts and watches the trainer. Only the
+supervisor writes to S3.
 
 Everything else of the run lies in WORKDIR: data/, ckpt/, job.log, packages/ (what the image lacks, installed first).
 
@@ -45,7 +45,7 @@ from gpufleet.job.supervisor import bootstrap
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One attempt at the run; returns the exit code."""
+    """Carries out one attempt of the run; returns the exit code."""
     summary, _, epilog = (__doc__ or "").partition("\n\n")
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run_json", metavar="RUN_JSON", type=Path, help="the run config, as the program declares it")
     run_json: Path = parser.parse_args(argv).run_json.resolve()
     try:
-        with suppress(ValueError):  # `read` below reports it
+        with suppress(ValueError):  # `read` below reports an invalid file
             bootstrap.ensure(run_json.parent / PACKAGES, bootstrap.listed(load(run_json).config.module))
     except RuntimeError as error:
         sys.stderr.write(f"{error}\n")
@@ -66,11 +66,12 @@ def supervise(run_json: Path) -> int:
     try:
         run, node = load(run_json), Node.from_environment(os.environ, time.time())
         clock = SteadyClock(node.launched_at + uptime() - float(os.environ.get(NODE_UPTIME) or uptime()))
-    # every node would refuse this file: the run ends, and nothing is written beside the file
+    # Every node would refuse this file, so the run ends. Nothing is written into its folder.
     except ValueError as error:
         sys.stdout.write(f"fatal: {error}\n")
         return AttemptExit.FAILED
-    with run_json.open("rb") as held:  # an attempt empties the folder first, so no other attempt may work in it
+    # an attempt first empties the folder, so no other attempt may use it at the same time
+    with run_json.open("rb") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -101,14 +102,15 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
     ranks = run.config.ranks(len(gpus), run.nodes)
     launched, alone = batch.launched(run.config, ranks // run.nodes), run.nodes == 1
     ended = workdir / ENDED if launched > 1 or (run.config.processes == "per GPU" and not alone) else None
-    # A command has a container too, without gpufleet's Python. Its host runs in this container and requests that one.
+    # A user's command has a container of its own, without gpufleet's Python. The command's host runs in this container,
+    # and asks the node for the other one.
     contained = JOB_CONTAINER in environment and run.config.processes != "own"
     above = leash.ABOVE if contained else ""
 
     def process(words: list[str], more: dict[str, str]) -> TrainerProcess:
         ours = {"PYTHONUNBUFFERED": "1", BOOTED_AT: repr(clock.booted), **more}
         if contained:
-            path = environment.get("PYTHONPATH", "")  # the packages that the image lacked
+            path = environment.get("PYTHONPATH", "")  # adds the packages that the image did not have
             return ContainedProcess(workdir, words, {**ours, "PYTHONPATH": path})
         return GroupedProcess(words, {**environment, **ours})
 
@@ -123,14 +125,15 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
 
     def start(rung: int) -> Child:
         child = early.pop() if early else begin()
-        # the trainer was killed while it waited, perhaps for lack of memory; that costs no attempt
+        # The trainer was killed while it waited, perhaps because memory ran out. The attempt goes on with another
+        # trainer.
         if child.poll() is not None:
             child = begin()
         child.go(rung)
         return child
 
     sampler = Sampler(gpus=len(gpus), clock=clock) if gpus else None
-    # Importing torch takes seconds; meanwhile this process downloads the training data.
+    # The trainer takes seconds to import torch. Meanwhile this process downloads the training data.
     early = [begin()] if alone else []
     metadata = Metadata(
         fetch=http_fetch(environment.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "")), clock=clock, say=log.say
@@ -140,7 +143,7 @@ def attempt(run: RunFile, node: Node, workdir: Path, clock: SteadyClock) -> int:
 
         takes_over = bool(node.capacity) and not run.rates(node.type, node.zone, node.capacity).moves
 
-        def known_fleets() -> list[str]:  # there are two if the run has a fallback
+        def known_fleets() -> list[str]:  # the run has two fleets if it has a fallback
             return [entry.key.removeprefix(FLEETS) for entry in store.entries(FLEETS)] if node.capacity else []
 
         world = Outside(

@@ -1,5 +1,5 @@
-"""Writes small files so that a reader finds the whole old or the whole new one, even after a SIGKILL or a power cut;
-reads and hashes files.
+"""Writes small files so that a reader always finds either the whole old file or the whole new one, even after a SIGKILL
+or a power cut. Also reads and hashes files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:  # never follow a link that somebody left at this name
+        with temporary.open("xb") as file:  # mode x never follows a link that somebody has put at this name
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -51,7 +51,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def parse_object(content: bytes | None) -> dict[str, Any] | None:
-    """The JSON object in `content`; None if it is missing, torn, or not an object."""
+    """The JSON object in `content`; None if `content` is missing or cut off, or is no object."""
     if content is None:
         return None
     try:
@@ -62,13 +62,13 @@ def parse_object(content: bytes | None) -> dict[str, Any] | None:
 
 
 def objects(lines: bytes) -> list[dict[str, Any]]:
-    """The JSON objects of a file of lines. Lines that are blank, torn by a kill, or not an object are skipped."""
+    """The JSON objects of a file of lines. Skips lines that are blank, were cut off by a kill, or are no object."""
     return [tree for line in lines.split(b"\n") if (tree := parse_object(line)) is not None]
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None as in `parse_object`. Raises PermissionError: a file that may not be read is not
-    missing, and a new one would not help.
+    """The JSON object in a file; None as in `parse_object`. Raises PermissionError if the file may not be read. Such a
+    file is not treated as missing, because a new one could not be read either.
     """
     try:
         return parse_object(path.read_bytes())

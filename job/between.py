@@ -1,8 +1,8 @@
-"""Measures how fast the nodes of a run reach one another: all ranks at once add up a tensor across nodes.
+"""Measures how fast the nodes of a run reach one another: all ranks at once sum a tensor across nodes.
 
-A ready-made job measures this before its first step. Before a command, the module runs as a program in the command's
-image, whose torch, NCCL and network libraries it must measure. So it imports nothing of gpufleet, and runs on Python
-3.8.
+A ready-made job measures this before its first step. For a user's command, the module runs as a program in the
+command's image before the command starts, because it must measure with the torch, NCCL and network libraries of this
+image. So it imports nothing of gpufleet, and runs on Python 3.8.
 """
 
 from __future__ import annotations
@@ -17,16 +17,24 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-SHARE = 0.4  # least share of the data sheet's rate; TCP, to which NCCL falls back silently, reaches far less
+# a node is refused below this share of the data sheet's rate; TCP, which NCCL uses without a warning if EFA fails, is
+# far below it
+SHARE = 0.4
 BYTES = 64 << 20
-BEST_OF, TIMES = 4, 3  # a sound network may be busy for a moment, and the first round warms it up
+# rounds, and sums per round; the best round is used, because a good network may be busy for a moment, and the first
+# round is slow
+BEST_OF, TIMES = 4, 3
 TOLD = "gpufleet-between "  # the prefix of the line that the program prints
 WAIT_S = 900.0  # seconds to wait for the ranks of the other nodes, whose set-up may take longer
-VIA = re.compile(r"via NET/([^/\n]+)/")  # in NCCL's log, per channel between two nodes (2.4 to 2.31, transport/net.cc)
+# finds the transport in NCCL's log, which has such a line for each channel between two nodes (2.4 to 2.31,
+# transport/net.cc)
+VIA = re.compile(r"via NET/([^/\n]+)/")
 
 
 def judge(gb_s: float, gbps: float, transport: str = "") -> list[str]:
-    """Why these nodes are refused for a slow network, on cards of `gbps` (0 if unknown); empty if they are not."""
+    """Why these nodes are refused because of a slow network; empty if they are not. `gbps`: the rate of their network
+    cards, 0 if unknown.
+    """
     if not gbps or gb_s * 8 >= SHARE * gbps:
         return []
     over, share = f" over {transport}" if transport else "", gb_s * 8 / gbps
@@ -37,7 +45,9 @@ def judge(gb_s: float, gbps: float, transport: str = "") -> list[str]:
 
 
 def gb_s(group: Any, device: Any, ranks_per_node: int, nodes: int) -> float:
-    """The GB/s that a node sends to the others. `group` has this rank and the same local rank of each other node."""
+    """The GB/s that a node sends to the others. `group` consists of this rank and of the rank with the same local
+    number on each other node.
+    """
     import torch
     import torch.distributed as dist
 

@@ -1,9 +1,7 @@
-"""A clock that never goes back, for money and limits.
-
-Somebody may set a machine's clock while a run goes on. Nobody can set the count of seconds since its boot, which also
-runs while the machine is suspended. All processes of a run add that count to one time that the first of them has read.
-
-The node's own Python reads this file: nothing newer than 3.9 here.
+"""A clock that never goes back, for money and limits. The clock of a machine may be set while a run goes on, but the
+number of seconds since its boot cannot be set. This number also grows while the machine is suspended. The first process
+of a run reads the clock once, and all processes add the seconds that have passed since then. The node's own Python
+reads this file, so it must work with Python 3.9.
 """
 
 from __future__ import annotations
@@ -13,16 +11,18 @@ from collections.abc import Callable, Mapping
 
 from gpufleet.job.contract.environment import BOOTED_AT
 
-_BOOT = getattr(time, "CLOCK_BOOTTIME", None)  # Linux
+_BOOT = getattr(time, "CLOCK_BOOTTIME", None)  # exists on Linux only
 
 
 def uptime() -> float:
-    """Seconds since the machine booted, the same in all its containers; outside Linux, since some fixed moment."""
+    """Seconds since the machine booted, the same number in all its containers. On systems other than Linux, the seconds
+    since some fixed moment.
+    """
     return time.monotonic() if _BOOT is None else time.clock_gettime(_BOOT)
 
 
 class SteadyClock:
-    """Epoch seconds; the machine's clock is read only once, when the object is made."""
+    """Gives epoch seconds. The machine's clock is read only once, when the object is made."""
 
     def __init__(
         self, earliest: float = 0.0, *, wall: Callable[[], float] = time.time, uptime: Callable[[], float] = uptime
@@ -32,7 +32,7 @@ class SteadyClock:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> SteadyClock:
-        """The clock of the parent process, if the environment names it."""
+        """The clock of the parent process, if the environment has it; otherwise a new one."""
         booted_at = environment.get(BOOTED_AT)
         return cls() if booted_at is None else cls(wall=lambda: float(booted_at) + uptime())
 
@@ -40,5 +40,7 @@ class SteadyClock:
         return self.booted + self._uptime()
 
     def moment(self, written: float) -> float:
-        """This clock's time for a file time that the machine's clock set a short while ago."""
+        """Converts the time of a file, which the machine's clock has set a short time ago, to the time of this
+        clock.
+        """
         return self() - (time.clock_gettime(time.CLOCK_REALTIME) - written)

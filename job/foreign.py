@@ -1,11 +1,11 @@
-"""Reads and writes files in a folder where a command, or a library in it, also writes, and may be hostile.
+"""Reads and writes files in a folder into which a command also writes, which may be hostile. Every operation begins at
+the descriptor of the folder, opens one part of the path after the other, and the kernel follows no links. Reading
+follows a link whose target lies in the folder; writing follows none, and replaces what is in the way. Only regular
+files are opened, so that no pipe or device can block the caller.
 
-Every operation walks down from the folder's own descriptor, one part of the path at a time, and the kernel follows no
-link. Reading follows a link whose target lies in the folder; writing follows none, and replaces what is in the way.
-Only regular files are opened, so that no pipe or device can block the caller.
-
-The kernel's own way would be openat2 with RESOLVE_BENEATH. It refuses the absolute links that commands make in their
-own folders, older docker daemons block it, and laptops that rehearse may lack it; this module needs only openat.
+The kernel's own way would be openat2 with RESOLVE_BENEATH. But openat2 refuses the absolute links that commands make in
+their own folders, older docker daemons block it, and it may be missing on laptops that rehearse. This module needs only
+openat.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from typing import BinaryIO
 
 BLOCK = 1 << 20
 CLONE = 0x40049409  # FICLONE, linux/fs.h: two files share blocks until one of them is written
-MOST_LINKS = 40  # links followed for one path, as many as Linux follows
-MOST_DEEP = 100  # nested folders: each takes an open descriptor while it is listed
+MOST_LINKS = 40  # the most links that are followed for one path, as many as in Linux
+MOST_DEEP = 100  # the most nested folders, because each needs an open descriptor while it is listed
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignFolder:
-    """The folder at `path`, absolute, with trusted parents. Methods take paths below it, and raise OSError."""
+    """The folder at `path`, which is absolute and has trusted parents. The arguments of methods are paths relative to
+    it. Methods raise OSError.
+    """
 
     path: Path
 
@@ -41,7 +43,7 @@ class ForeignFolder:
 
     @contextmanager
     def hold(self, path: Path) -> Iterator[Path]:
-        """A path at which other processes can open exactly this file, until the block ends."""
+        """A context with a path at which other processes can open exactly this file."""
         with self.open(path) as file:
             held = Path(f"/proc/self/fd/{file.fileno()}")
             yield held if held.exists() else path
@@ -58,10 +60,10 @@ class ForeignFolder:
         return False
 
     def files(self, path: Path, skipped: Collection[str] = ()) -> Iterator[tuple[str, Callable[[], os.stat_result]]]:
-        """The names of regular files and links below the folder at `path`, with `/` between their parts. With each name
-        comes a function that returns its state, or raises OSError if it is no regular file in the folder. Yields
-        nothing if there is no such folder; folders named in `skipped` are not entered. The function works only until
-        the next name is asked for.
+        """The names of regular files and links below the folder at `path`, with `/` between their parts. Each name is
+        yielded with a function that returns the state of the file, or raises OSError if it is no regular file in the
+        folder. Yields nothing if there is no such folder; folders named in `skipped` are not entered. The function can
+        be called only before the next name is yielded.
         """
         try:
             top = self._open(path, stat.S_ISDIR)
@@ -91,16 +93,14 @@ class ForeignFolder:
                 parts = (*above, entry.name)
                 yield parts, entry, folder
                 if entry.is_dir(follow_symlinks=False) and entry.name not in skipped and len(parts) < MOST_DEEP:
-                    with suppress(OSError):  # removed or replaced meanwhile
+                    with suppress(OSError):  # the entry may have been removed or replaced meanwhile
                         yield from self._walk(os.open(entry.name, _FOLDER, dir_fd=folder), parts, skipped)
 
     def is_written(self, path: Path) -> bool | None:
-        """Whether any process of the machine has the file open for writing, or has mapped it so. None if the system
-        does not show that.
-
-        The kernel grants a lease for reading only if there is no such process. The lease is held for a moment; a
-        process that opens the file meanwhile waits for its end, and this process gets a SIGIO. Files of another user
-        need CAP_LEASE.
+        """Whether any process of the machine has the file open for writing, or has mapped it for writing. None if the
+        system does not show this. The kernel grants a lease for reading only if there is no such process. The lease
+        exists only for a moment. If another process opens the file during that time, it waits for the end of the lease,
+        and this process gets a SIGIO. Files of another user need CAP_LEASE.
         """
         if not hasattr(fcntl, "F_SETLEASE"):
             return None
@@ -139,7 +139,7 @@ class ForeignFolder:
 
     def copy(self, source: Path | BinaryIO, target: Path) -> None:
         """Copies the bytes of `source`, a path or an open file, into a new file `target`; at least one of the two is in
-        the folder. Shares blocks if the disk can, and keeps holes.
+        the folder. The files share blocks if the disk supports this, and holes stay holes.
         """
         if isinstance(source, Path):
             with self.open(source) if source.is_relative_to(self.path) else source.open("rb") as read:
@@ -154,7 +154,7 @@ class ForeignFolder:
             _copy(source.fileno(), write.fileno())
 
     def remove(self, path: Path) -> None:
-        """Removes whatever is at `path`, if anything. Of a link it removes the link, not the target."""
+        """Removes the file, folder or link at `path`, if there is one. The target of a link is not removed."""
         with suppress(FileNotFoundError):
             folder = self._open(path.parent, stat.S_ISDIR)
             with _closing(folder):
@@ -166,7 +166,9 @@ class ForeignFolder:
             os.rmdir(path.name, dir_fd=folder)
 
     def open_to_all(self, path: Path) -> None:
-        """Lets everybody read and write the folder at `path` and all below it, as far as this process has the right."""
+        """Gives everybody the right to read and write the folder at `path` and everything in it, as far as this process
+        may do so.
+        """
         with self._made(path) as top:
             _allow(top, 0o777)
             for _, entry, folder in self._walk(os.dup(top), ()):
@@ -178,7 +180,7 @@ class ForeignFolder:
                             _allow(opened, 0o777 if is_folder else 0o666)
 
     def make_pipe(self, path: Path) -> None:
-        """Makes a new pipe for everybody at `path`, replacing whatever was there."""
+        """Makes a new pipe for everybody at `path`, and replaces what was there."""
         with self._made(path.parent) as folder:
             _remove(path.name, folder)
             if os.mkfifo in os.supports_dir_fd:
@@ -190,7 +192,9 @@ class ForeignFolder:
                 os.fchmod(pipe, 0o666)
 
     def open_pipe(self, path: Path, way: int) -> int:
-        """A descriptor of the pipe at `path`; opening it never blocks. `way` is os.O_RDONLY, O_WRONLY or O_RDWR."""
+        """A descriptor of the pipe at `path`. Opening the pipe never blocks. `way` is os.O_RDONLY, O_WRONLY or
+        O_RDWR.
+        """
         folder = self._open(path.parent, stat.S_ISDIR)
         with _closing(folder):
             return _open_pipe(path.name, way, folder)
@@ -223,7 +227,7 @@ class ForeignFolder:
                     raise _refused(path)
                 else:
                     way.append(os.open(part, _FILE, dir_fd=way[-1]))
-            if not is_wanted(os.fstat(way[-1]).st_mode):  # replaced between the two calls
+            if not is_wanted(os.fstat(way[-1]).st_mode):  # the file was replaced between the two calls
                 raise _refused(path)
             return way.pop()
         finally:
@@ -232,7 +236,9 @@ class ForeignFolder:
 
     @contextmanager
     def _made(self, path: Path) -> Iterator[int]:
-        """A descriptor of the folder at `path`. Makes missing folders, and replaces whatever else has such a name."""
+        """A descriptor of the folder at `path`. Makes missing folders. If something else has the name of one of them,
+        it is replaced.
+        """
         folder = os.open(self.path, _FOLDER)
         try:
             for part in path.relative_to(self.path).parts:
@@ -313,9 +319,10 @@ def _allow(descriptor: int, rights: int) -> None:
 
 
 def _copy(source: int, target: int) -> None:
-    """Copies the bytes of one descriptor to another, which is at its beginning."""
+    """Copies the bytes of one descriptor to another one, whose position is at the beginning."""
     size, at, disk = os.fstat(source).st_size, 0, os.fstatvfs(target)
-    if size > disk.f_blocks * disk.f_frsize:  # a later upload would send its holes as zeros
+    # refused if the file is larger than the disk, because a later upload would send its holes as zeros
+    if size > disk.f_blocks * disk.f_frsize:
         raise OSError(errno.EFBIG, "it is longer than the disk that it would lie on")
     with suppress(OSError):
         fcntl.ioctl(target, CLONE, source)

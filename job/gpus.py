@@ -1,7 +1,7 @@
 """Reads this node's GPUs from the driver: model, load, memory, temperature and Xid errors.
 
-nvidia-smi is wherever a driver is. Xid errors come from the driver's library NVML, because a container may not read the
-kernel's log. It needs no torch.
+nvidia-smi exists on every machine with a driver. Xid errors come from the driver's library NVML, because a container
+may not read the kernel's log. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 MIB = 1024 * 1024
 INTERVAL_S = 5
-MEAN_OF = 60  # samples that the mean covers: five minutes
+MEAN_OF = 60  # number of samples in the mean, which are five minutes
 KILL_S = 5.0  # seconds that a killed nvidia-smi may take to end
 QUERY = "index,utilization.gpu,memory.used,temperature.gpu"
-# After these errors a GPU needs a reset or is broken: double-bit memory errors, a failed row remapping, off the bus,
-# uncontained errors, a GSP that does not answer, a recovery that was given up (NVIDIA's Xid catalog, 2026-11). Most
-# other errors are the program's: 13, 31, 43, 45, 94.
+# After these errors a GPU needs a reset or is broken: double-bit memory errors, a failed row remapping, a GPU that is
+# off the bus, uncontained errors, a GSP that does not answer, a recovery that has failed (NVIDIA's Xid catalog,
+# 2026-11). Most other errors are errors of the program: 13, 31, 43, 45, 94.
 LOST = {48: "double-bit memory error", 64: "row remapping failed", 79: "fallen off the bus", 95: "uncontained error"}
 LOST |= {119: "GSP does not answer", 120: "GSP error"}
 XID_EVENT, WAIT_MS, TIMED_OUT = 0x8, 1000, 10  # nvml.h: nvmlEventTypeXidCriticalError; NVML_ERROR_TIMEOUT
@@ -33,15 +33,16 @@ XID_EVENT, WAIT_MS, TIMED_OUT = 0x8, 1000, 10  # nvml.h: nvmlEventTypeXidCritica
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """The GPUs at one moment. None if the driver does not give the value."""
+    """The state of the GPUs at one moment. A value is None if the driver does not report it."""
 
-    use: float | None  # percent of the least busy GPU: a mean would hide one that waits behind seven that work
+    # use in percent of the least busy GPU, because in a mean, seven busy GPUs would hide one that waits
+    use: float | None
     busiest: float | None
     memory_gb: float | None  # memory used on the fullest GPU, in units of 1e9 bytes
     temperature_c: float | None  # temperature of the hottest GPU
 
     def figures(self) -> dict[str, float]:
-        """The figures that are known, as a line of metrics.jsonl has them."""
+        """The known values, by their keys in a line of metrics.jsonl."""
         figures = {"gpu_util": self.use, "gpu_mem_gb": self.memory_gb, "gpu_temp_c": self.temperature_c}
         return {name: value for name, value in figures.items() if value is not None}
 
@@ -63,7 +64,9 @@ def rows(answer: str) -> list[list[str]]:
 
 
 class Sampler:
-    """Watches the node's first `gpus` GPUs by one nvidia-smi and one thread on NVML; empty without them."""
+    """Watches the node's first `gpus` GPUs with one nvidia-smi process and one thread that uses NVML. If the node has
+    no GPUs, there are no values.
+    """
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class Sampler:
         self.used_at = clock()  # the time at which a GPU was last busy, or its use was unknown
         self.xids = list[int]()
         self._told = 0  # Xid errors that were reported already
-        self._gone: str | None = None  # the missing GPU, once nvidia-smi has ended by itself
+        self._gone: str | None = None  # the missing GPU, if nvidia-smi has ended by itself
         self._clock, self._count = clock, gpus
         self._recent: collections.deque[float] = collections.deque(maxlen=MEAN_OF)
         self._process: subprocess.Popen[str] | None = None
@@ -95,26 +98,28 @@ class Sampler:
             thread.start()
 
     def mean(self) -> float | None:
-        """The mean use of the least busy GPU over the last five minutes; None before five minutes are over."""
+        """The mean use of the least busy GPU over the last five minutes; None in the first five minutes."""
         recent = list(self._recent)
         return sum(recent) / len(recent) if len(recent) == MEAN_OF else None
 
     def figures(self) -> dict[str, float]:
-        """The figures for the next line of metrics.jsonl, and the newest Xid error since the line before, once."""
+        """The values for the next line of metrics.jsonl. A new Xid error is included once, in the first line
+        after it.
+        """
         new, self._told = self.xids[self._told :], len(self.xids)
         figures = {} if self.now is None else self.now.figures()
         return {**figures, **({"gpu_xid": float(new[-1])} if new else {})}
 
     def lost(self) -> str:
-        """How a GPU of this node is broken; empty if none is."""
+        """A sentence about how a GPU of this node is broken; empty if none is."""
         if self._gone is None and self._process is not None and self._process.poll() is not None:
             count = len(ask("index", timeout_s=KILL_S))
             self._gone = f"{count} of {self._count} GPUs answer" if count < self._count else ""
         return next((f"Xid {xid}, {LOST[xid]}" for xid in self.xids if xid in LOST), self._gone or "")
 
     def close(self) -> None:
-        """Ends nvidia-smi and the thread. An nvidia-smi that waits for a GPU off the bus cannot be killed: it is left
-        behind, because waiting for it would hold up a node that is paid for.
+        """Ends nvidia-smi and the thread. If nvidia-smi waits for a GPU that is off the bus, it cannot be killed. The
+        end of nvidia-smi is not waited for, because the node is billed meanwhile.
         """
         self._ended.set()
         if self._process is not None:
@@ -127,7 +132,7 @@ class Sampler:
                 self._process.stdout.close()
 
     def see(self, sample: Sample | None) -> None:
-        """Takes in one sample; None if nothing can be measured any more."""
+        """Processes one sample; `None` means that nothing can be measured any more."""
         self.now = sample
         if sample is None or sample.use is None:
             self._recent.clear()
@@ -144,7 +149,7 @@ class Sampler:
         self.see(None)  # nvidia-smi has ended: its last sample is out of date
 
     def _listen(self, nvml: Callable[[], Any]) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # there is no library, or it knows no events
+        with contextlib.suppress(OSError, AttributeError):  # the library is missing, or does not support events
             for xid in _events(nvml(), self._ended):
                 self.xids.append(xid)
 
@@ -181,7 +186,7 @@ class _Event(ctypes.Structure):
 
 
 def _events(nvml: Any, ended: threading.Event) -> Iterator[int]:
-    """Xid errors of all GPUs, as they come, until `ended`."""
+    """Yields Xid errors of all GPUs as they come, until `ended` is set."""
     count, device, events, event = ctypes.c_uint(), ctypes.c_void_p(), ctypes.c_void_p(), _Event()
     if nvml.nvmlInit_v2() or nvml.nvmlEventSetCreate(ctypes.byref(events)):
         return
@@ -193,6 +198,6 @@ def _events(nvml: Any, ended: threading.Event) -> Iterator[int]:
         status = nvml.nvmlEventSetWait_v2(events, ctypes.byref(event), ctypes.c_uint(WAIT_MS))
         if status == 0 and event.type == XID_EVENT:
             yield event.data
-        elif status not in (0, TIMED_OUT):  # a lost GPU gives this answer for ever
+        elif status not in (0, TIMED_OUT):  # the answer for a lost GPU, which does not change any more
             ended.wait(WAIT_MS / 1000)
     nvml.nvmlShutdown()

@@ -1,4 +1,6 @@
-"""JSON Lines files to which a stage appends results, so that no restart repeats them; `read` reads any such file."""
+"""JSON Lines files to which a phase after training appends its results, so that a restart does not repeat them. `read`
+reads any such file.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,16 @@ T = TypeVar("T")
 
 
 def read(path: Path) -> list[Any]:
-    """The value of every line. Only a line feed ends one: str.splitlines would also end it at U+0085, U+2028 and
-    U+2029, which JSON allows inside texts. Raises OSError and ValueError.
+    """The value of every line. Only a line feed ends a line. str.splitlines is not used, because it also splits at
+    U+0085, U+2028 and U+2029, which JSON allows inside of texts. Raises OSError and ValueError.
     """
     with path.open("rb") as file:
         return [json.loads(line) for line in file]
 
 
 class Ledger:
-    """<workdir>/stages/NAME.jsonl. When it is opened, a last line that was not written to its end is cut off. Another
-    line that is not a JSON object, after a power cut, is skipped, and its result is made again.
+    """<workdir>/stages/NAME.jsonl. When it is opened, an incomplete last line is removed. Any other line that is not a
+    JSON object, as after a power cut, is skipped, and its result is made again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,7 +48,7 @@ class Ledger:
         return converted
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Appends the entry, which is on the disk when this returns."""
+        """Appends the entry. When the method returns, the entry is safely on the disk."""
         with self.path.open("ab") as file:
             file.write((json.dumps(entry, sort_keys=True) + "\n").encode())
             file.flush()

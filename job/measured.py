@@ -1,8 +1,9 @@
-"""What a run's own files say about its speed, and what that speed depends on. It imports neither torch nor infra.
+"""Reads from a run's own files how fast it was, and on which settings and code this speed depends. This module imports
+neither torch nor infra.
 
 A probe (job/probe.py) and a receipt (job/supervisor/receipt.py) both leave one such *measurement*;
-infra.evidence.calibration reads it and docs/calibration.md documents its keys. Everything comes from metrics.jsonl,
-whose lines every experiment writes alike, so nothing here knows any experiment.
+infra.evidence.calibration reads it and docs/calibration.md documents its keys. All values come from metrics.jsonl,
+whose lines have the same form in every experiment, so this module does not depend on experiments.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from gpufleet.job.contract import metrics
 from gpufleet.job.kind import KINDS
 
 SCHEMA = 1
-# Settings that do not change the time of a step, an evaluation or a save: amount of work, seed, rate, intervals; each
-# kind of job adds its own `leaves_speed`. Every other setting counts, a new one too.
+# Settings that do not change the time of a step, an evaluation or a save: the amount of work, seeds, learning rates,
+# intervals. Each kind of job adds its own `leaves_speed`. Every other setting is taken to change the speed, even a new
+# one.
 SPEED_LEFT = ("seed", "gpus", "checkpoint", "guard", "deliver", "log", "eval.every", "data.source", "optim")
-_COUNTS = ("optim.kind",)  # counts, although its section does not
-WARM_UP = 10  # steps after a start or a growth that are not timed: compilation, caches, the allocator
-NEARLY = 0.995  # share of a step's rows; a smaller share is not a rounding error
-_BESIDE = ("timed", "best", "stop")  # kinds of saves between steps; one at a phase's end has no time and delays no step
+_COUNTS = ("optim.kind",)  # changes the speed, although the other settings of its section do not
+# number of steps after a start or a growth that are not timed, because they compile, and fill caches and the allocator
+WARM_UP = 10
+NEARLY = 0.995  # if a smaller share of a step's rows was full, this is not a rounding error
+_BESIDE = ("timed", "best", "stop")  # kinds of saves that come between steps; a save at a phase's end delays no step
 
 
 def settings(experiment: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,7 +48,7 @@ def code_sha256(experiment: str, folder: Path | None = None) -> str:
 
 
 def phases(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the lines of metrics.jsonl show about each phase, in order. A figure is None if the lines do not show it:
+    """What the lines of metrics.jsonl show about each phase, in order. A value is None if the lines do not show it:
 
     `step_ms` {median, q1, q3} over all steps except the warm-up of each start, a step with fewer rows scaled to all;
     `evaluation_s` for one evaluation; `save` {bytes, blocks_s} for one save, and `every_steps` between two scheduled
@@ -87,7 +90,7 @@ def _save(saved: Sequence[metrics.Save]) -> dict[str, Any]:
 
 
 def step_times(own: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, int]]:
-    """(milliseconds per whole step, number of steps) of every line that has a time."""
+    """For every line that has a time, the milliseconds per full step, and the number of steps."""
     before: Mapping[str, Any] = {}
     for record in own:
         if record.get("step_ms") is not None:
@@ -113,8 +116,9 @@ def document(
     """A measurement as JSON. `measured` is what `phases` returns; `device`: kind, name, count, ranks, memory_gb;
     `code`: the hash of a command's own code.
 
-    `start_s`: process start to first step; `setup_s`: launch of the node to first step; `finish_s`: last step to the
-    end of the process. A duration is None if it was not seen.
+    `start_s`: seconds from the start of the process to the first step. `setup_s`: seconds from the launch of the node
+    to the first step. `finish_s`: seconds from the last step to the end of the process. A duration is None if it was
+    not seen.
     """
     return {
         "schema": SCHEMA,
@@ -146,8 +150,8 @@ def _matches_any(path: str, names: Sequence[str]) -> bool:
 
 
 def _full(record: Mapping[str, Any], before: Mapping[str, Any]) -> float:
-    """The share of their full rows that a line's steps had. The last step of all epochs may have fewer rows: `tok_s`
-    shows that, while `tokens` counts the step as whole.
+    """The number of rows in a line's steps, as a share of full steps. The last step of all epochs may have fewer rows.
+    `tok_s` shows this, but `tokens` does not.
     """
     steps, tokens = ((record.get(key) or 0) - (before.get(key) or 0) for key in ("step", "tokens"))
     if not before or not record.get("tok_s") or steps <= 0 or tokens <= 0:
@@ -159,7 +163,7 @@ def _full(record: Mapping[str, Any], before: Mapping[str, Any]) -> float:
 def _intervals(
     own: Sequence[Mapping[str, Any]], middle_ms: float, saves: Mapping[int, metrics.Save]
 ) -> Iterator[tuple[Mapping[str, Any], float]]:
-    """Each line with the seconds since the line before that are explained neither by its steps nor by a save."""
+    """Each line with those seconds since the previous line that were spent neither on its steps nor on a save."""
     for before, record in itertools.pairwise(own):
         if record.get("resumed") is not None:
             continue
@@ -180,7 +184,9 @@ def _boundary_s(records: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str,
 
 
 def _quantile(timed: Sequence[tuple[float, int]], share: float) -> float:
-    """The quantile `share` over steps, in the unit of `timed`; each line counts once per step that it timed."""
+    """The quantile `share` over steps, in the unit of `timed`; each line has a weight of one for each step that it
+    timed.
+    """
     total, seen = sum(count for _, count in timed), 0
     for value, count in sorted(timed):
         seen += count

@@ -1,7 +1,7 @@
 """A probe: a few hundred steps of the real trainer, measured from outside.
 
-It starts and drives the trainer as the supervisor does: by its command line and the files of its work folder
-(docs/interruptions.md). So a probe works for every experiment, and measures what a run will do.
+The probe starts and controls the trainer in the same way as the supervisor: with its command line and the files of its
+work folder (docs/interruptions.md). So a probe works for every experiment, and measures what a run will do.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from gpufleet.job.contract.workdir import CHECKPOINTS, ENDED, LOG, METRICS, STEP
 from gpufleet.job.supervisor.child import FIRST_SIGN_S, Child, GroupedProcess, JobLog, trainer
 from gpufleet.job.supervisor.world import Trainer
 
-TICK_S = 0.02  # seconds between two looks, which is how exact a save's duration is
+TICK_S = 0.02  # seconds between two looks; the duration of a save is only known to this precision
 
 
 class ProbeFailedError(Exception):
-    """The trainer did not reach the end of the probe. The message is its own reason, or the end of its log."""
+    """The trainer did not reach the end of the probe. The message is the trainer's own reason, or the end of
+    its log.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult:
-    """The result of a probe. `phases` is what job.measured.phases returns, with facts that only an observer sees:
-    `save.write_s` and the `rung` (with `micro` and `checkpointing`) of each. `finish_s` is None if the probe was
-    stopped before the experiment's end. `stop_s` is the time from the request to stop until its checkpoint was whole;
-    None if there was no such checkpoint.
+    """The result of a probe. `phases`: what job.measured.phases returns, and for each phase two facts that only an
+    observer can see: `save.write_s`, and the `rung` (with `micro` and `checkpointing`). `finish_s`: None if the probe
+    was stopped before the end of the experiment. `stop_s`: the time from the request to stop until its checkpoint was
+    complete; None if there was no such checkpoint.
     """
 
     phases: list[dict[str, Any]]
@@ -42,7 +44,7 @@ class ProbeResult:
     finish_s: float | None
     stop_s: float | None
     seconds: float  # seconds from the process's start to its end
-    cpu_s: float  # processor time of the trainer, all threads
+    cpu_s: float  # processor seconds of all threads of the trainer
 
 
 @dataclass(slots=True)
@@ -51,9 +53,9 @@ class _Seen:
 
     began: dict[int, float] = field(default_factory=dict)  # the time at which a checkpoint's folder appeared, by step
     written: dict[int, float] = field(default_factory=dict)  # seconds until a checkpoint was committed, by step
-    stop_saves: set[int] = field(default_factory=set)  # steps saved because of a request to stop
-    rungs: dict[str, UsedRung] = field(default_factory=dict)  # by phase, from rung.json
-    asked: set[str] = field(default_factory=set)  # phases in which a save was asked for
+    stop_saves: set[int] = field(default_factory=set)  # steps that were saved because of a request to stop
+    rungs: dict[str, UsedRung] = field(default_factory=dict)  # the rung of each phase, from rung.json
+    asked: set[str] = field(default_factory=set)  # phases in which a save was requested
     reached: float | None = None  # the time at which metrics.jsonl had the probe's last step
     stopped: float | None = None  # the time at which the trainer was asked to stop
     step: int = 0  # the newest step in metrics.jsonl
@@ -76,10 +78,10 @@ def run(
 ) -> ProbeResult:
     """Trains in `workdir` (run.json, data/, inputs/) to the end, or until step `stop_at` is logged.
 
-    `save_at`: by phase, the step from which on one checkpoint is asked for. `save_wait_s`: how long to wait for a
-    checkpoint after `stop_at`. `steps`: the number of steps, for a progress bar. `ranks`: the number of training
-    processes, of `module`, unless `start` starts them. If memory runs out, the probe goes down the ladder, as a run
-    does. Raises ProbeFailedError.
+    `save_at`: for each phase, the step after which a checkpoint is requested once. `save_wait_s`: how long to wait for
+    a checkpoint after `stop_at`. `steps`: the number of steps, for a progress bar. `ranks`: the number of training
+    processes, which run `module`. If `start` is given, it is a function that starts the trainer instead. If memory runs
+    out, the probe goes down the ladder, as a run does. Raises ProbeFailedError.
     """
     plan = _Plan(workdir, stop_at, save_at or {}, save_wait_s, say, steps)
     with Path(os.devnull).open("wb") as nowhere:
@@ -154,7 +156,7 @@ def _starter(
 ) -> Callable[[int], Trainer]:
     """A function that starts the trainer on a rung as job/__main__.py does, with its output only in job.log."""
     log = JobLog(workdir / LOG, stream=nowhere)
-    # The current folder belongs to a user, who may have a gpufleet/ there, so modules are not searched in it.
+    # The current folder belongs to a user and may contain a gpufleet/, so modules are not searched in it.
     environment = {**environment, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
     ended = workdir / ENDED if ranks > 1 else None
 
@@ -210,7 +212,7 @@ def _stop_s(seen: _Seen) -> float | None:
 
 
 def _last(workdir: Path) -> dict[str, Any] | None:
-    """The newest whole line of metrics.jsonl, without reading the file from its start."""
+    """The newest complete line of metrics.jsonl. The file is not read from its beginning."""
     try:
         with (workdir / METRICS).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))

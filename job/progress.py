@@ -1,4 +1,6 @@
-"""How much of a long piece of work is done. The working code reports this; commands show it (infra/progress.py)."""
+"""Reports how much of a long piece of work is done. The code that does the work reports it, and commands show it
+(infra/progress.py).
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ class Gauge(Protocol):
     def close(self) -> None: ...
 
 
-# The arguments: what is done, its amount (None: unknown), the amount's unit ("B" for bytes).
+# The arguments are: what is done, its amount (None if unknown), and the unit of the amount ("B" for bytes).
 Show = Callable[[str, int | None, str], Gauge | None]
 _show: list[Show] = []  # the last entry shows the work
 
 
 @contextmanager
 def shown_by(show: Show) -> Iterator[None]:
-    """Lets `show` show the work in the block."""
+    """A context in which `show` shows the work."""
     _show.append(show)
     try:
         yield
@@ -33,7 +35,9 @@ def shown_by(show: Show) -> Iterator[None]:
 
 @contextmanager
 def shown(label: str, total: int | None, unit: str = "B") -> Iterator[Advance]:
-    """A function to call with each amount that is done. Work inside other work is not shown by itself."""
+    """A context with a function that must be called with each amount that is done. Work inside of other work is not
+    shown separately.
+    """
     meter = _show[-1](label, total, unit) if _show else None
     if meter is None:
         yield _unseen

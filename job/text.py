@@ -1,11 +1,12 @@
-"""Numbers with their nouns, and moments, as text; and a stranger's text in a form that may be printed."""
+"""Writes numbers with their nouns, and times, as text; and makes text from strangers safe to print."""
 
 from __future__ import annotations
 
 import re
 from datetime import UTC, datetime
 
-# Control characters except line feed and tab, marks that turn the direction of reading, halves of surrogate pairs.
+# Control characters except line feed and tab, marks that change the direction of reading, and halves of surrogate
+# pairs.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -16,11 +17,13 @@ def counted(number: object, noun: str) -> str:
 
 
 def stamp(moment: datetime) -> str:
-    """The moment as AWS writes it: UTC, whole seconds, Z."""
+    """The time as AWS writes it: in UTC, with whole seconds and Z."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def printable(text: str) -> str:
-    """The text, with escapes instead of characters that a terminal would obey. A lone carriage return ends a line."""
+    """The text, in which characters that a terminal would obey are replaced by escapes. A lone carriage return ends a
+    line.
+    """
     lines = text.replace("\r\n", "\n").replace("\r", "\n")
     return _OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), lines)

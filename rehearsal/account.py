@@ -1,4 +1,6 @@
-"""Makes the resources that an AWS account has before anything is declared; lists everything that it contains later."""
+"""Makes the resources that an AWS account has before a program declares anything, and lists everything that the account
+contains later.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,7 @@ def deregister_image(ec2: Any, image: str, *, with_snapshots: bool) -> None:
 
 
 def quota_code(instance_type: str, *, spot: bool) -> str:
-    """The quota that counts this type's vCPUs."""
+    """The quota that limits this type's vCPUs."""
     if instance_type[:1] in "gv":
         return "L-3819A6DF" if spot else "L-DB2E81BA"
     if instance_type[:1] == "p":
@@ -229,7 +231,7 @@ def inventory(
 
 
 def messages(account: str) -> list[str]:
-    """The subjects of the messages that subscribers of the topics got."""
+    """The subjects of the messages that were sent to subscribers of the topics."""
     topics = [topic for sns in list(sns_backends[account].values()) for topic in sns.topics.values()]
     return [str(sent[2]) for topic in topics for sent in topic.sent_notifications]
 
@@ -259,7 +261,7 @@ def role_statements(role: Any) -> list[dict[str, Any]]:
 
 
 def forget(account: str) -> None:
-    """Drops everything that moto holds for the account."""
+    """Deletes everything that moto keeps for the account."""
     every: list[Any] = list(BackendDict._instances)  # type: ignore[misc]
     for backends in every:
         if account in backends:

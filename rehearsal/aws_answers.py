@@ -1,6 +1,6 @@
-"""AWS actions that moto lacks or answers wrongly, for accounts that belong to a Cloud; other accounts keep moto's
-behaviour. Each action answers in the API's own spelling, and moto's serializers write the protocol. EC2 refuses to
-delete a resource in use. moto would delete it, so this module refuses such a request before moto sees it.
+"""Implements AWS actions that moto does not have or answers wrongly. These actions are used only for accounts that
+belong to a Cloud. Each action answers in the API's own spelling, and moto's serializers write the protocol. EC2 refuses
+to delete a resource in use. moto would delete it, so this module refuses such a request before moto sees it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _violation(message: str) -> EC2ClientError:
 FLEETS: dict[str, FleetController] = {}  # the controller that answers for each account
 
 
-Action = Callable[[FleetController, Any], Any]  # arguments: the account's fleets, moto's response
+Action = Callable[[FleetController, Any], Any]  # a function of the account's fleets and moto's response
 
 
 def _of_fleets(method: Callable[[FleetController, str, dict[str, Any]], dict[str, Any]]) -> Action:
@@ -130,7 +130,7 @@ def _describe_spot_price_history(fleets: FleetController, response: Any) -> Any:
     filters = {f["Name"]: f["Values"] for f in params.get("Filters") or []}
     kinds = params.get("InstanceTypes") or filters.get("instance-type") or []
     zones = [params["AvailabilityZone"]] if params.get("AvailabilityZone") else filters.get("availability-zone")
-    # the price at the start of the requested time span was set before it
+    # The price that applies at the start of the requested time was set before this start.
     at = params.get("StartTime") or fleets.clock.now()
     wanted = {"instance-type": kinds, **({"location": zones} if zones else {})}
     offered = response.ec2_backend.describe_instance_type_offerings("availability-zone", wanted)
@@ -209,7 +209,7 @@ def _deregister_image(fleets: FleetController, response: Any) -> Any:
 
 
 def _unless_in_use(name: str, refuse: Callable[[Any, dict[str, Any]], None]) -> Action:
-    """moto's own action, unless `refuse` raises an error."""
+    """Calls moto's own action, unless `refuse` raises an error."""
 
     def action(fleets: FleetController, response: Any) -> Any:
         refuse(response.ec2_backend, _params(response))
@@ -249,7 +249,7 @@ def _describe_tags(fleets: FleetController, response: Any) -> Any:
 
 
 def _modify_security_group_rules(fleets: FleetController, response: Any) -> Any:
-    """ModifySecurityGroupRules: AWS accepts a rule for all protocols without ports, moto wants ports."""
+    """ModifySecurityGroupRules: AWS accepts a rule for all protocols without ports, but moto requires ports."""
     for rule in _params(response).get("SecurityGroupRules") or []:
         if rule["SecurityGroupRule"].get("IpProtocol") == "-1":
             rule["SecurityGroupRule"].setdefault("FromPort", -1)
@@ -359,7 +359,7 @@ _moto_mappings: Any = vars(Ami)["block_device_mappings"].fget
 
 
 def _mappings(image: Ami) -> Any:
-    """The disks of an AMI; for moto each is of 15 GiB."""
+    """The disks of an AMI; in moto each of them has 15 GiB."""
     (root,) = _moto_mappings(image)
     return [{**root, "Ebs": {**root["Ebs"], "VolumeSize": image.ebs_snapshot.volume.size}}]
 
@@ -388,8 +388,8 @@ _moto_get_permission = FakeBucket.get_permission
 
 
 def _get_permission(bucket: FakeBucket, action: str, resource: str) -> Any:
-    """A bucket policy's answer, with loopback counted as TLS. moto does not know aws:SecureTransport, so a policy that
-    demands TLS would refuse everything.
+    """What a bucket policy allows, if requests over loopback are treated as encrypted. moto does not know
+    aws:SecureTransport, so a policy that demands TLS would refuse everything.
     """
     if bucket.account_id not in FLEETS or bucket.policy is None:
         return _moto_get_permission(bucket, action, resource)

@@ -17,8 +17,8 @@ NOT_BOUGHT = "cr-00000000000000000"  # stands for a block that the file only pri
 
 
 def begun(definition: StackDefinition, changed: Change | None, now: datetime) -> Change | None:
-    """A change of the definition: applies `changed`, then sets the block's start to a minute ago, with the same length.
-    Only `changed` if there is no block.
+    """A function that changes the definition: it applies `changed`, and then sets the block's start to a minute ago,
+    with the same length. If there is no block, it only applies `changed`.
     """
     block = definition.fleet.block
     if not block:

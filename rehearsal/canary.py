@@ -1,4 +1,4 @@
-"""Flies a canary on the embedded AWS: the same flight, with rehearsed nodes instead of EC2's."""
+"""Flies a canary on the embedded AWS: with the same code, but rehearsed nodes instead of EC2's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def flight(
     by_notice: bool = True,
     scale: Scale = EMBEDDED,
 ) -> Flight:
-    """A flight in a new scratch project against this cloud. `real`: as in Engine.open."""
+    """A flight in a new scratch project on this cloud. `real`: see Engine.open."""
     scratch.make(project, {})
     settings = cloud.environment()
 

@@ -10,12 +10,12 @@ class Clock(Protocol):
     """The clock from which the embedded AWS reads the time."""
 
     def now(self) -> datetime:
-        """The present moment, aware, UTC."""
+        """The present time in UTC, with its time zone."""
         ...
 
 
 class SystemClock:
-    """The machine's clock; a Cloud with this one moves by itself."""
+    """The machine's clock. A Cloud with this clock goes on by itself."""
 
     def now(self) -> datetime:
         return datetime.now(UTC)

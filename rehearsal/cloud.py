@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-os.environ.setdefault("MOTO_EC2_LOAD_DEFAULT_AMIS", "false")  # hundreds of images that nothing here needs
+os.environ.setdefault("MOTO_EC2_LOAD_DEFAULT_AMIS", "false")  # hundreds of images would be loaded, which are not needed
 
 from moto import backends
 from moto.ec2.models import ec2_backends
@@ -69,7 +69,7 @@ class Cloud:
         region: str = "us-east-2",
         port: int = 0,
     ) -> None:
-        os.environ.update(past_proxies(os.environ))  # the clients of this process read them too
+        os.environ.update(past_proxies(os.environ))  # the clients in this process read these variables too
         self.root = root
         self.clock: Clock = clock or SystemClock()
         self.region = region
@@ -111,8 +111,8 @@ class Cloud:
 
     def __enter__(self) -> Cloud:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
-        # moto reads an object's hash again after answering: a second PUT of the same key in that moment fails with 500,
-        # which the client repeats.
+        # moto reads an object's hash again after it has answered. A second PUT of the same key at this moment fails
+        # with 500, and the client repeats it.
         logging.getLogger("moto").setLevel(logging.CRITICAL)
         FLEETS[self.account] = self.fleets
         account.seed(self.account)
@@ -143,7 +143,7 @@ class Cloud:
         account.forget(self.account)
 
     def environment(self) -> dict[str, str]:
-        """The variables with which any SDK, the AWS CLI and our own program talk to this Cloud and to nothing else."""
+        """The variables with which any SDK, the AWS CLI and our own program use only this Cloud."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": USER_KEY,
@@ -158,7 +158,9 @@ class Cloud:
         }
 
     def client(self, service: str, region: str | None = None) -> Any:
-        """A boto3 client of this Cloud with the dummy credentials. It is cached: making one for EC2 takes 50 ms."""
+        """A boto3 client of this Cloud with the dummy credentials. The client is cached: making one for EC2 takes 50
+        ms.
+        """
         import boto3
 
         key = service, region or self.region
@@ -189,7 +191,7 @@ class Cloud:
         self.fleets.rebalance(instance_id)
 
     def shut_down(self, instance_id: str) -> None:
-        """Treats a shutdown by the instance's operating system as the launch template demands."""
+        """Stops or terminates an instance whose operating system has shut down, as the launch template says."""
         if self.fleets.instances[instance_id].shutdown_behavior == "terminate":
             self.launcher.terminate(instance_id)
         else:
@@ -214,7 +216,7 @@ class Cloud:
         return sum(name == action for _, name in self._gate.calls)
 
     def no_capacity(self, instance_type: str = "*", zone: str = "*") -> None:
-        """Takes away all capacity for the type in the zone, from now on."""
+        """Removes all capacity for the type in the zone, from now on."""
         self.launcher.no_capacity.add((instance_type, zone))
 
     def deregister_ami(self, image: str) -> None:
@@ -223,7 +225,7 @@ class Cloud:
 
     def has(self, named: Account, secrets: Mapping[str, str] | None = None) -> None:
         """Makes the resources that a definition's `account` names, as if they had existed before, and the job's
-        secrets. A secret's value is that of the shell's variable GPUFLEET_SECRET_NAME, else WORD.
+        secrets. A secret's value is that of the environment variable GPUFLEET_SECRET_NAME; if it is not set, WORD.
         """
         before = set(self.inventory())
         account.seed_named(self.account, self.region, named)
@@ -254,7 +256,9 @@ class Cloud:
         return account.inventory(self.account, self._fleet_tags)
 
     def leftovers(self, tags: Mapping[str, str] | None = None) -> dict[account.Resource, dict[str, str]]:
-        """Everything beyond the account's initial resources; with `tags`, only resources that have all of them."""
+        """Everything except the account's initial resources. If `tags` are given, only resources that have all
+        of them.
+        """
         wanted = dict(tags or {}).items()
         return {
             key: has for key, has in self.inventory().items() if key not in self._baseline and wanted <= has.items()
@@ -294,7 +298,7 @@ class Cloud:
         if self.launch is not None:
             try:
                 self.launch(instance)
-            except OSError as error:  # for example a full disk: this machine has failed, not AWS
+            except OSError as error:  # for example a full disk; the cause is this machine, and not AWS
                 self.trouble = error
 
     def _copied(self, image: str, instance: CloudInstance) -> None:

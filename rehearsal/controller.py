@@ -1,9 +1,9 @@
 """The fleets that moto lacks: a state machine on an injected clock.
 
-It follows the AWS column of the table in docs/rehearsal.md. A maintain fleet replaces nodes that end. ModifyFleet and
-expiry terminate nodes with a notice. A failed launch is an event, not an error of CreateFleet. An instant fleet
-launches at once, answers with its errors, and stays in `deleted_terminating`. Requests and answers are dicts in the EC2
-API's own spelling; moto handles the protocols.
+This module follows the AWS column of the table in docs/rehearsal.md. A maintain fleet replaces nodes that end.
+ModifyFleet and expiry terminate nodes with a notice. A failed launch is an event, not an error of CreateFleet. An
+instant fleet launches at once, answers with its errors, and stays in `deleted_terminating`. Requests and answers are
+dicts in the EC2 API's own spelling; moto handles the protocols.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ class FleetController:
         on_image: Callable[[str, CloudInstance], None],
         habits: Habits,
     ) -> None:
-        """`on_image` gets the id of an AMI that was made of an instance's disk, and the instance."""
+        """`on_image` is called with the id of an AMI that was made from an instance's disk, and with the instance."""
         self.launcher = launcher
         self.clock = clock
         self.on_launch = on_launch
         self.on_end = on_end
         self.on_image = on_image
         self.habits = habits
-        self.expired_state = "deleted"  # or "active": it is unverified which state AWS gives an expired fleet
+        # may also be "active", because it is not verified which state AWS gives to an expired fleet
+        self.expired_state = "deleted"
         self.fleets: dict[str, CloudFleet] = {}
         self.instances: dict[str, CloudInstance] = {}
         self.lock = threading.RLock()
@@ -103,7 +104,7 @@ class FleetController:
             return {"Return": True}
 
     def delete(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """DeleteFleets, with one answer for each fleet, even if its node ended long ago."""
+        """DeleteFleets. The result has one answer for each fleet, even if the fleet's node ended long ago."""
         terminate = bool(request.get("TerminateInstances"))
         done: list[dict[str, Any]] = []
         failed: list[dict[str, Any]] = []
@@ -128,8 +129,8 @@ class FleetController:
             return {"SuccessfulFleetDeletions": done, "UnsuccessfulFleetDeletions": failed}
 
     def describe(self, region: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """DescribeFleets. It includes deleted fleets for as long as AWS shows them; instant fleets are described only
-        by id (API reference, 2026-11-27). States are always current, tags are not.
+        """DescribeFleets. The answer includes deleted fleets for as long as AWS shows them; instant fleets are
+        described only by id (API reference, 2026-11-27). States are always current, tags are not.
         """
         with self.lock:
             self.tick()
@@ -319,7 +320,9 @@ class FleetController:
             del self.fleets[fleet.id]
 
     def _pools(self, fleet: CloudFleet) -> list[Pool]:
-        """The fleet's pools, cheapest first. Recently interrupted ones come last, as AWS prefers capacity."""
+        """The fleet's pools, the cheapest first. Pools with recent interruptions come last, because AWS prefers pools
+        with capacity.
+        """
         pools = self.launcher.pools(fleet.region, fleet.configs)
         ended = [(i.type, i.zone) for i in self.instances.values() if i.fleet_id == fleet.id and i.notice_at]
         return sorted(pools, key=lambda pool: (ended.count((pool.type, pool.zone)), pool.price))

@@ -1,10 +1,10 @@
-"""Runs the unmodified program against the embedded AWS: with the real `pulumi` when it is on PATH, else without it.
+"""Runs the unmodified program against the embedded AWS: with the real `pulumi` if it is on PATH, otherwise without it.
 
-    with Engine.open(folder, cloud.environment(), "tinystories-growth", say=print) as engine:
+with Engine.open(folder, cloud.environment(), "tinystories-growth", say=print) as engine:
         engine.preview(); engine.up(); engine.destroy()
 
-Everything lies in `folder`, a scratch project: Pulumi.yaml, stacks/, state, the engine's own home. Nothing outside it
-is read or written, so a forgotten variable cannot touch a real stack.
+All files are in `folder`, a scratch project: Pulumi.yaml, stacks/, state, the engine's own home. Files outside of it
+are neither read nor written, so that a forgotten variable cannot change a real stack.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EngineStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What one command of the engine did."""
+    """The result of one command of the engine."""
 
     ok: bool
     # Resources by operation; an unchanged one is `same`, or `kept` in InProcess's destroy.
@@ -60,7 +60,7 @@ class Result:
 class Engine(ABC):
     """One stack of one scratch project."""
 
-    name: str  # for the report
+    name: str  # the engine's name in the report
 
     @abstractmethod
     def preview(self) -> Result: ...
@@ -82,8 +82,8 @@ class Engine(ABC):
     def open(
         folder: Path, environment: Mapping[str, str], stack: str, *, say: Say | None = None, real: bool | None = None
     ) -> Iterator[Engine]:
-        """Opens an engine. If `real` is None, it uses the `pulumi` on PATH if there is one, else the in-process runner.
-        `say` gets every line as it is printed.
+        """Opens an engine. If `real` is None, it uses the `pulumi` on PATH if there is one, and otherwise the
+        in-process runner. `say` is called with every line as it is printed.
         """
         write_project(folder)
         say = say or (lambda line: None)
@@ -187,10 +187,9 @@ def _result(ok: bool, text: str, events: Iterable[dict[str, Any]]) -> Result:
 
 
 class InProcess(Engine):
-    """Runs the program without the engine. It creates resources, records options, deletes the resources that are not
-    retained, and does no more.
-
-    A second up, a new run id, refresh and replacement need the real engine; here they are refused, not imitated.
+    """Runs the program without the engine. This runner only creates resources, records options, and deletes the
+    resources that are not retained. A second up, a new run id, refresh and replacement need the real engine; here they
+    are refused.
     """
 
     name = "in-process runner (engine behaviour not tested)"

@@ -1,6 +1,6 @@
 """Prevents the user's environment from disturbing the connection to the embedded AWS.
 
-It imports nothing, so that it can be used before moto, which reads AWS's configuration when it is imported.
+This module imports nothing, so that it can be used before moto, which reads AWS's configuration when it is imported.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 
 def forget_account() -> None:
-    """Removes the user's AWS variables from this process's environment. If one names a missing profile, boto3 does not
-    start, whatever keys and address it gets.
+    """Removes the user's AWS variables from this process's environment. If one of them names a profile that does not
+    exist, boto3 does not start, even if keys and address are passed to it.
     """
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         del os.environ[name]
@@ -19,13 +19,17 @@ def forget_account() -> None:
 
 
 def scratch(settings: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a command in a scratch project: the user's without AWS and Pulumi, plus `settings`."""
+    """The environment of a command in a scratch project: the user's environment without variables of AWS and Pulumi,
+    plus `settings`.
+    """
     mine = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "PULUMI_", "GPUFLEET_"))}
     return {**mine, **settings}
 
 
 def past_proxies(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that bypass a user's HTTP_PROXY, which cannot reach a loopback address; empty if no proxy is set."""
+    """Variables by which a user's HTTP_PROXY is not used for loopback addresses, which it cannot reach; empty if no
+    proxy is set.
+    """
     if not any(name.lower() in ("http_proxy", "https_proxy", "all_proxy") for name in environment):
         return {}
     exempt = environment.get("no_proxy") or environment.get("NO_PROXY") or ""

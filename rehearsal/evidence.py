@@ -1,6 +1,5 @@
-"""Checks what a rehearsal must show: every promise about the run, with its figure.
-
-It reads only what a user gets: the results folder, the receipt, the timeline.
+"""Checks what a rehearsal must show: every promise about the run, with a measured value or a fact. This module reads
+only files that a user gets too: the results folder, the receipt, the timeline.
 """
 
 from __future__ import annotations
@@ -62,13 +61,14 @@ class Rehearsal:
 NOTICE_SEEN_S = 5.0  # the supervisor's polling interval
 STAGE_KEYS = ("row", "candidate", "name", "what", "index")  # keys that identify a result of a stage after training
 LEFT = "left after destroy"
-RECOVERY_S = 10.0  # the most seconds for a restart, without the import of torch: bench/results/bars.md
+RECOVERY_S = 10.0  # the most seconds that a restart may take, without the import of torch (bench/results/bars.md)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
-    """One promise with its figure and whether it held. With `required` False the promise is reported but does not fail
-    the rehearsal. With `shown` False it is unknown whether it holds, and the figure says what would show it.
+    """One promise, whether it held, and the value or fact that shows this (`figure`). If `required` is False, a broken
+    promise is reported, but does not fail the rehearsal. If `shown` is False, it is unknown whether the promise holds,
+    and `figure` says what would show it.
     """
 
     name: str
@@ -87,25 +87,25 @@ class Promise:
 class Resumption:
     """The change from one node to the next: what was lost, and how long the next node took."""
 
-    kind: str  # notice | loss
+    kind: str  # the kind of interruption: notice or loss
     last_step: int
     resumed_step: int
     started_s: float | None  # seconds from the next node's launch to its first step
-    signalled: bool  # whether a command got its signal
+    signalled: bool  # whether a signal was sent to the user's command
     reason: str  # why the restored checkpoint was made; empty if there is none
     observed: Observed = field(default_factory=Observed)  # the next node's observations of a command
-    doubt: str = ""  # why the interrupted node's last checkpoint does not count
+    doubt: str = ""  # why the last checkpoint of the interrupted node is not valid; empty if it is valid
 
     def saved(self, every: int | None) -> bool | None:
-        """Whether the next node resumes from what a command has saved after its signal. None means not shown: no signal
-        was sent, or the save may be one that comes every so many steps.
+        """Whether the next node resumes from what a command has saved after its signal. None if this was not shown,
+        because no signal was sent, or because the save may be one of those that come at fixed numbers of steps.
         """
         if self.signalled and self.reason != "stop":
             return False
         off = min(self.resumed_step % every, -self.resumed_step % every) if every else 2
         as_usual = every is not None and off <= max(
             1, every // 10
-        )  # a checkpoint file without {step} in its name gets the step of the last line
+        )  # if a file's name has no {step}, the checkpoint has the step of the last line
         return None if not self.signalled or as_usual else True
 
     @property
@@ -133,7 +133,7 @@ class Evidence:
         self.total_steps = batch.total_steps(config)
 
     def spans(self) -> Iterator[tuple[PhaseSize, int, int]]:
-        """Each phase with steps, with its first and last step, counted over the whole run."""
+        """Each phase that has steps, with its first and last step in the whole run."""
         first = 1
         for phase in self.phases:
             if phase.steps:
@@ -149,7 +149,7 @@ class Evidence:
         return steps
 
     def resumptions(self) -> list[Resumption]:
-        """One resumption per interruption, in order."""
+        """One resumption for each interruption, in order."""
         watch = self.rehearsal.watch
         assert watch is not None
         if self.rehearsal.definition.fleet.is_gang:
@@ -175,8 +175,8 @@ class Evidence:
         return resumptions
 
     def _of_several(self, view: NodeView, before: int) -> Resumption:
-        """How several nodes went on after generation `before`. If one node's command ends at its signal, the commands
-        of the other nodes end before their signals.
+        """How a run with several nodes went on after generation `before`. If one node's command ends at its signal, the
+        commands of the other nodes end before their signals.
         """
         watch = self.rehearsal.watch
         assert watch is not None
@@ -270,7 +270,9 @@ def _messages(rehearsal: Rehearsal) -> Promise:
 
 
 def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
-    """The promises about one interruption: what it has cost, and that the next node went on from what was restored."""
+    """The promises about one interruption: how much work it has cost, and that the next node continued from the
+    restored checkpoint.
+    """
     rehearsal, config = evidence.rehearsal, evidence.rehearsal.definition.job.parameters
     ends = {last for _, _, last in evidence.spans()}
     # A phase that ended early is resumed after what would have been its last step; a command's lines may count from 0.
@@ -302,7 +304,7 @@ def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
 def _logged(rehearsal: Rehearsal) -> set[str]:
     """Log streams with content.
 
-    A container makes its stream before it prints, so an empty stream shows nothing.
+    A container makes its stream before it prints, so an empty stream is no proof.
     """
     logs, group = rehearsal.cloud.client("logs"), str(rehearsal.engine.outputs()["log_group"])
     names = [stream["logStreamName"] for stream in logs.describe_log_streams(logGroupName=group)["logStreams"]]

@@ -1,7 +1,8 @@
 """Carries out interruptions of spot nodes by Fault Injection Service, because moto only stores templates and
 experiments.
 
-An experiment gives AWS's notice to each spot instance that its target names, if its role may do so and trusts FIS.
+An experiment sends AWS's notice to each spot instance that its target names, if its role has the right to do so and
+trusts FIS.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _moto_start = FISResponse.start_experiment
 
 
 def _start(response: Any) -> str:
-    """StartExperiment: moto's answer, and the notices."""
+    """StartExperiment: calls moto's action, and sends the notices."""
     answer: str = _moto_start(response)
     if (fleets := FLEETS.get(response.current_account)) is None:
         return answer

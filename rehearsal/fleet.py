@@ -15,7 +15,7 @@ class Event:
     """One record of DescribeFleetHistory. Types and sub-types: EC2 API reference, EventInformation, 2026-11-21."""
 
     at: datetime
-    type: str  # fleetRequestChange | instanceChange | error | information
+    type: str  # one of fleetRequestChange, instanceChange, error and information
     sub_type: str
     description: str = ""
     instance_id: str | None = None
@@ -58,7 +58,7 @@ class CloudFleet:
         return list(self.request.get("LaunchTemplateConfigs") or [])
 
     def data(self, living: Sequence[CloudInstance]) -> dict[str, Any]:
-        """FleetData of DescribeFleets, given the fleet's instances that have not ended."""
+        """FleetData of DescribeFleets. The argument has the fleet's instances that have not ended."""
         request = self.request
         pending = [n for n in living if n.terminate_at]
         if any(e.type == "error" for e in self.history) and not living:
@@ -79,7 +79,8 @@ class CloudFleet:
             "ExcessCapacityTerminationPolicy": self.excess,
             "FulfilledCapacity": fulfilled,
             "FulfilledOnDemandCapacity": 0.0 if self.spot else fulfilled,
-            # AWS fills in these and the on-demand options (EC2 User Guide, describe your EC2 Fleet, 2026-11-25).
+            # AWS fills in these options and the on-demand options (EC2 User Guide, describe your EC2 Fleet,
+            # 2026-11-25).
             "TargetCapacitySpecification": {
                 **asked,
                 "OnDemandTargetCapacity": min(on_demand, self.target),

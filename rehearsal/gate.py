@@ -1,8 +1,7 @@
-"""The gate before moto: it lets in only the dummy account, and lets a node do only what its role allows.
-
-The user may do everything. A node's session token is its instance's id, which leads to its role. Each request of a node
-is checked against the statements of the role's inline policies as IAM does it; a condition that cannot be decided is an
-error and never ignored. Tests can refuse an action to the user or to the node.
+"""Checks requests before they reach moto: only the dummy account has access, and a node may do only what its role
+allows. The user may do everything. The session token of a node is the id of its instance, by which its role is found.
+Each request of a node is checked against the statements of the role's inline policies as IAM does it; a condition that
+cannot be decided is an error and never ignored. Tests can refuse an action to the user or to the node.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class Request:
 def asked(
     request: Request, tags: Callable[[str], Mapping[str, str]], key_of: Callable[[str], str | None]
 ) -> list[AccessRequest]:
-    """The rights that the request needs. `tags` gives the tags of a fleet or instance by its id; `key_of` gives the
-    customer key that encrypts a bucket by its name.
+    """The rights that the request needs. `tags` returns the tags of a fleet or instance by its id; `key_of` returns the
+    customer key that encrypts a bucket, by the bucket's name.
     """
     if request.service == "s3":
         wishes = list(_of_s3(request))
@@ -80,8 +79,9 @@ def asked(
         AccessRequest(action, arn, context={f"aws:ResourceTag/{key}": value for key, value in tags(name).items()})
         for arn, name in named.items()
     ]
-    if request.action == "DeleteFleets" and fields.get("TerminateInstances") != ["false"]:  # true by default
-        # AWS's page names no resource, so the request counts as having no tag, which is the stricter choice.
+    # true is the default of TerminateInstances
+    if request.action == "DeleteFleets" and fields.get("TerminateInstances") != ["false"]:
+        # AWS's page names no resource for this action, so the request is treated as having no tags, which is stricter.
         wishes.append(AccessRequest("ec2:TerminateInstances"))
     return wishes or [AccessRequest(action)]
 
@@ -115,7 +115,9 @@ def allowed(statements: Iterable[Statement], wish: AccessRequest) -> bool:
 def _of_key(
     request: Request, wishes: Iterable[AccessRequest], key_of: Callable[[str], str | None]
 ) -> Iterator[AccessRequest]:
-    """S3's requests to the bucket's key on behalf of whoever reads or writes; each part of an upload needs both."""
+    """The requests that S3 makes to the bucket's key for a reader or writer of objects. Each part of an upload needs
+    Decrypt and GenerateDataKey.
+    """
     needs = {
         "s3:GetObject": ["Decrypt"],
         "s3:PutObject": ["GenerateDataKey", *(["Decrypt"] * ("uploadId=" in request.query))],
@@ -154,7 +156,7 @@ def _of_s3(request: Request) -> Iterator[AccessRequest]:
 
 USER_KEY = "AKIAREHEARSALUSER000"
 NODE_KEY = "ASIAREHEARSALNODE000"
-SECRET = "rehearsal-only-no-account-has-this"  # not a secret: the fake checks no signature
+SECRET = "rehearsal-only-no-account-has-this"  # this is no secret, because signatures are not checked
 
 _JSON = ("logs", "scheduler", "ssm", "secretsmanager", "states")  # services that write errors as JSON
 _CREDENTIAL = re.compile(r"Credential=([^/,\s]+)/[^/]*/([^/]*)/([^/]*)/")
@@ -174,8 +176,8 @@ class Gate:
         key_of: Callable[[str], str | None],
         clock: Clock,
     ) -> None:
-        """`statements` gives the statements of a node's role by its session token, None for an unknown token;
-        `statements_of` gives those of a role by its ARN. `tags` and `key_of` are as in `asked`.
+        """`statements` returns the statements of a node's role by the node's session token; None for an unknown token.
+        `statements_of` returns those of a role by its ARN. `tags` and `key_of`: see `asked`.
         """
         self.app = app
         self.account = account
@@ -213,9 +215,9 @@ class Gate:
         return self._answer(environ, start, service)
 
     def _answer(self, environ: dict[str, Any], start: Callable[..., Any], service: str) -> Iterable[bytes]:
-        """moto's answer. Requests to EC2 wait for each other: moto walks over its tables unguarded, and fails if
-        another request changes them. When an object is overwritten, moto closes its old file, even if another request
-        is reading it: that request then reads the new object.
+        """moto's answer. Requests to EC2 are answered one at a time, because moto reads its tables without a lock, and
+        fails if another request changes them meanwhile. When an object is overwritten, moto closes its old file, even
+        if another request is reading it. That request then reads the new object.
         """
         with self._one_of_ec2 if service == "ec2" else contextlib.nullcontext():
             try:
@@ -226,8 +228,8 @@ class Gate:
                 return self.app(environ, start)
 
     def _simulated(self, key: str, environ: dict[str, Any]) -> tuple[str, dict[str, str], bytes]:
-        """Answers in place of IAM's simulator, which moto lacks. A role may do what its policies allow, the user
-        everything that is not refused here.
+        """Answers requests to IAM's simulator, which moto does not have. A role may do what its policies allow, and the
+        user everything that is not refused here.
         """
         asked = {name: value for name, (value,) in parse_qs(_body(environ).decode()).items()}
         statements = self.statements_of(asked["PolicySourceArn"])
@@ -263,8 +265,8 @@ class Gate:
     def _of_node(
         self, environ: dict[str, Any], start: Callable[..., Any], service: str, region: str, action: str
     ) -> Iterable[bytes]:
-        """The refusal of a node's request without a right; empty if it has the right. Without the right to list, a
-        missing object is refused too.
+        """The refusal of a request for which the node has no right; empty if it has the right. If the node may not list
+        the bucket, a request for a missing object is refused too.
         """
         statements = self.statements(str(environ.get("HTTP_X_AMZ_SECURITY_TOKEN", "")))
         if statements is None:
@@ -278,7 +280,7 @@ class Gate:
             method=method,
             path=str(environ.get("PATH_INFO", "")),
             query=query,
-            # parts of an upload are not checked: they have 64 MiB
+            # Parts of an upload are not checked, because each has 64 MiB.
             body=_body(environ) if service != "s3" or method == "POST" else b"",
         )
         for wish in asked(request, self.tags, self.key_of):
@@ -350,7 +352,7 @@ def _unauthorized(service: str, operation: str) -> tuple[str, dict[str, str], by
 
 
 def _error(service: str, status: str, code: str, text: str) -> tuple[str, dict[str, str], bytes]:
-    """An error in the shape that the service's SDKs read."""
+    """An error in the form that the service's SDKs can read."""
     error = f"<Code>{code}</Code><Message>{text}</Message>"
     if service == "ec2":
         body = f"<Response><Errors><Error>{error}</Error></Errors><RequestID>0</RequestID></Response>"

@@ -1,4 +1,4 @@
-"""Habits of AWS that no request determines: how long things take, and with which codes AWS refuses.
+"""The habits of AWS that do not depend on requests: how long its work takes, and the codes with which it refuses.
 
 The defaults are those of the rehearsal. `recorded` returns the habits of a real account, from a canary's file.
 """
@@ -19,11 +19,11 @@ _CODE = re.compile(r"[A-Za-z][A-Za-z.]*[A-Z][A-Za-z.]*")  # InvalidFleetId.NotFo
 class Habits:
     """Times in seconds."""
 
-    notice_s: float = 120.0  # from a notice to the end of its node
+    notice_s: float = 120.0  # seconds from a notice to the end of the node
     launch_s: float = 0.0  # from CreateFleet to the first node
-    relaunch_s: float = 5.0  # from a node's end to the next node
+    relaunch_s: float = 5.0  # seconds from a node's end to the next node
     retry_s: float = 30.0  # from a failed launch to the next try
-    shown_s: float = 0.0  # until lists contain a new fleet
+    shown_s: float = 0.0  # seconds until lists contain a new fleet
     deleted_s: float = 0.0  # until a deleted fleet without nodes has the state deleted
     codes: Mapping[str, str] = field(default_factory=dict)  # AWS's codes of refusals, by the codes of the embedded AWS
 
@@ -36,7 +36,9 @@ class Habits:
 
 
 def recorded(proof: Proof) -> Habits:
-    """The habits of a real account: the median of its times, and the most time left when a node saw a notice."""
+    """The habits of a real account. The habits are the medians of the account's times; for a notice, the longest time
+    that was left when a node saw it.
+    """
     usual = Habits()
     return Habits(
         notice_s=proof.figure("notice.left_s", "most") or usual.notice_s,
@@ -69,7 +71,7 @@ def renaming(app: Callable[..., Iterable[bytes]], codes: Mapping[str, str]) -> C
         begun: list[Any] = []
         body = b"".join(app(environ, lambda *words: begun.extend(words)))
         status, headers = begun[:2]
-        # this action answers with status 200 and refuses each fleet by itself
+        # This action answers with status 200, and has a separate refusal for each fleet.
         if status[0] in "45" or b"<DeleteFleetsResponse" in body:
             body = renamed(body)
             pairs = ((name, value) for name, value in headers if name.lower() != "content-length")

@@ -1,7 +1,8 @@
 """Runs a command in its own image, with this machine's docker instead of the stand-in.
 
-Docker gets the node's own command line except for the log driver: the daemon has no keys for the embedded AWS, so the
-stand-in forwards the output (rehearsal/standins/docker.py). No GPU is requested, because a rehearsal uses the CPU.
+Docker gets the node's own command line, without the log driver, because the daemon has no keys for the embedded AWS;
+the stand-in forwards the output instead (rehearsal/standins/docker.py). No GPU is requested, because a rehearsal uses
+the CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gpufleet.job.node import container, jobs
 from gpufleet.job.node.outside import last_line
 
 ANSWERS_S = 120.0
-# torchrun kills its workers after so many seconds, unless its torch reads another figure from the environment
+# torchrun kills its workers after this many seconds, unless its torch reads a different number from the environment.
 TORCHRUN_S = 30.0
 LAUNCHED = re.compile(r"torchrun|torch\.distributed|accelerate\s+launch")
 # Prints an image's torch version and whether its launcher reads that variable; prints nothing if the image has no
@@ -46,7 +47,9 @@ class Docker:
     supervisor: str
 
     def environment(self) -> dict[str, str]:
-        """Variables for the stand-in: which docker it must run, with the user's settings (host, context, logins)."""
+        """Variables for the stand-in, which say which docker it must run, and with which settings of the user (host,
+        context, logins).
+        """
         own = {name: value for name, value in os.environ.items() if name.startswith("DOCKER_")}
         config = own.pop("DOCKER_CONFIG", "") or str(Path.home() / ".docker")
         return {**own, "GPUFLEET_DOCKER": self.program, "GPUFLEET_DOCKER_CONFIG": config}
@@ -65,7 +68,7 @@ class Docker:
     def impatience(self, definition: StackDefinition) -> str:
         """A sentence if the image's torchrun kills its workers before `stop.grace_s` is over; empty if it does not.
 
-        The node sets a variable that only the torch of 2026 and newer reads.
+        The node sets an environment variable with the right time, but only torch since 2026 reads this variable.
         """
         config = definition.job.parameters
         if not LAUNCHED.search(getattr(config, "command", "")) or config.grace_s <= TORCHRUN_S:
@@ -95,7 +98,7 @@ class Docker:
         _refused(self.program, "rm", "-f", *named)
 
     def hold(self, instance: str) -> None:
-        """Stops all processes of a node's command until `go`."""
+        """Stops all processes of a node's command until `go` is called."""
         _refused(self.program, "pause", jobs.name(instance))
 
     def go(self, instance: str) -> None:
@@ -103,7 +106,9 @@ class Docker:
         _refused(self.program, "unpause", jobs.name(instance))
 
     def give_back(self, folder: Path) -> None:
-        """Gives files that containers have written there as root to the user, who can then remove them."""
+        """Makes the user the owner of files that containers have written there as root, so that the user can remove
+        them.
+        """
         owner = f"{os.getuid()}:{os.getgid()}"
         mounted = ("--rm", "-v", f"{folder}:/nodes", "--entrypoint", "chown")
         _refused(self.program, "run", *mounted, self.supervisor, "-R", owner, "/nodes")
@@ -124,7 +129,7 @@ def require(definition: StackDefinition, out: Callable[[str], None]) -> Docker:
 
 
 def _pulled(program: str, image: str, out: Callable[[str], None]) -> str:
-    """Pulls an image and gives its digest. Docker's output goes to the terminal."""
+    """Pulls an image and returns its digest. Docker's output goes to the terminal."""
     out(f"docker pull {image}")
     pulled = subprocess.run([program, "pull", image], stderr=subprocess.PIPE, text=True, check=False)
     if pulled.returncode:

@@ -1,4 +1,4 @@
-"""A node's instance metadata service, version 2 only, with the faults a supervisor must survive.
+"""A node's instance metadata service, version 2 only, with the faults that a supervisor must survive.
 
 imds = Imds(instance)               # for a fleet's instance; Imds() is for one that no fleet launched
 imds.notice(at)                     # spot/instance-action from now on
@@ -39,7 +39,7 @@ class Imds:
         address: str = "127.0.0.1",
     ) -> None:
         self.clock: Clock = clock or SystemClock()
-        self.address = address  # the machine's own address
+        self.address = address  # the address of the machine itself
         self.instance = instance or _standalone_instance(self.clock.now())
         self.account, self.access_key, self.secret_key = account, access_key, secret_key
         self.fault: Fault | None = None  # the fault, on the two notice paths only, so that credentials still arrive
@@ -47,7 +47,7 @@ class Imds:
         self.slow_s = 30.0  # how long a slow answer takes
         self.token_s = 0.0  # how long a token takes
         self.requests: list[tuple[datetime, str, int]] = []  # time, path and status of each request
-        self._tokens: dict[str, datetime] = {}  # until when each token is valid
+        self._tokens: dict[str, datetime] = {}  # the time until which each token is valid
         self._closed = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
@@ -196,7 +196,7 @@ def _handler(imds: Imds) -> type[BaseHTTPRequestHandler]:
             try:
                 self.wfile.write(data)
             except (BrokenPipeError, ConnectionResetError):
-                return  # the reader gave up, as a reader with a timeout must
+                return  # the reader has stopped waiting, as it should
 
         def log_message(self, format: str, *args: object) -> None:
             """Logs nothing."""

@@ -1,8 +1,8 @@
 """Runs the program without the Pulumi engine: `python -m gpufleet.rehearsal.inprocess preview|up FOLDER STACK REPORT`.
 
-It is a separate process because the SDK's settings are global. The SDK's mock monitor takes the engine's place. A
-registration really creates the resource, through the same handlers as the gRPC provider. REPORT gets all requests with
-their options and dependencies.
+The program runs in a separate process because the SDK's settings are global. The mock monitor of the SDK replaces the
+engine. When a resource is registered, it is really created, by the same handlers as in the gRPC provider. All requests,
+with their options and dependencies, are written to REPORT.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def options(request: Any) -> dict[str, Any]:
 
 
 class _Invokes(mocks.Mocks):
-    """The two provider functions that the program calls to learn the earlier state of its stack."""
+    """The two provider functions by which the program reads the earlier state of its stack."""
 
     def __init__(self, previous: Mapping[str, Any]) -> None:
         self._previous = dict(previous)
@@ -143,7 +143,7 @@ def run(mode: str, folder: Path, stack: str) -> dict[str, Any]:
     logger.setLevel(logging.INFO)
     logger.addHandler(diagnostics)
     loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)  # before set_mocks, which makes the root stack
+    asyncio.set_event_loop(loop)  # called before set_mocks, which makes the root stack
     mocks.set_mocks(
         monitor.mocks,
         project=project["name"],

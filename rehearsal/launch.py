@@ -24,13 +24,13 @@ NOT_TAGGABLE = "network-interface"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pool:
-    """One pool of capacity: an instance type in a subnet, with the launch template's values merged in."""
+    """One pool of capacity: an instance type in a subnet, together with the values of the launch template."""
 
     type: str
     zone: str
     subnet: str
     template: Any  # moto's LaunchTemplateVersion
-    spec: Mapping[str, Any]  # template data with the override laid over it
+    spec: Mapping[str, Any]  # the template's data, in which values of the override have replaced those of the template
     price: Decimal
 
 
@@ -65,15 +65,17 @@ class CloudInstance:
     zone: str
     image: str
     spot: bool
-    block: str  # the id of the block in which the instance runs; empty if none
+    block: str  # the id of the block in which the instance runs; empty if it is in no block
     spot_request: str | None
-    user_data: str  # decoded
+    user_data: str  # the decoded user-data
     profile: str | None  # instance profile name
-    shutdown_behavior: str  # stop | terminate
-    volumes: dict[str, str | None] = field(default_factory=dict)  # disks besides the root: snapshot by device name
+    shutdown_behavior: str  # stop or terminate
+    # disks other than the root disk: the snapshot by device name
+    volumes: dict[str, str | None] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     tags_in_metadata: bool = False
-    # how many network hops an answer of the metadata service goes; a container on a bridge is one hop further away
+    # The number of network hops that an answer of the metadata service can go. A container on a bridge is one hop
+    # further away.
     hops: int = 1
     launched_at: datetime
     notice_at: datetime | None = None
@@ -99,10 +101,11 @@ class Launcher:
 
     def __init__(self, account: str) -> None:
         self.account = account
-        self.quotas = dict.fromkeys(QUOTAS, 384.0)  # vCPUs, by quota code
+        self.quotas = dict.fromkeys(QUOTAS, 384.0)  # vCPUs by quota code
         self.no_spot = False  # whether there is no capacity of any type anywhere
-        self.no_capacity: set[tuple[str, str]] = set()  # (instance type or *, zone or *)
-        self.blocks: dict[str, Reservation] = {}  # by id
+        # pairs of instance type and zone without capacity; `*` stands for all
+        self.no_capacity: set[tuple[str, str]] = set()
+        self.blocks: dict[str, Reservation] = {}  # Capacity Blocks by id
 
     def pools(self, region: str, configs: list[dict[str, Any]]) -> list[Pool]:
         """Every pool that the configs name. Raises EC2ClientError for a missing template or subnet."""
@@ -132,7 +135,7 @@ class Launcher:
 
     def launch(self, region: str, fleet_id: str, spot: bool, pools: list[Pool], now: datetime) -> CloudInstance:
         """Launches one instance in the first pool with capacity. Raises LaunchFailedError with the events."""
-        # the fleet's role launches; into a block the caller launches
+        # The fleet's role launches the instance; into a block, the caller launches it.
         launches = not any(_block(pool.spec) for pool in pools)
         if launches and FLEET_ROLE not in {role.name for role in iam_backends[self.account]["aws"].roles.values()}:
             raise LaunchFailedError("iamFleetRoleInvalid", f"The service-linked role {FLEET_ROLE} does not exist")
@@ -189,7 +192,7 @@ class Launcher:
         return None
 
     def _vcpus_in_use(self, region: str, code: str) -> int:
-        """vCPUs of the running instances that the quota counts."""
+        """The vCPUs of the running instances that use the quota."""
         live = [i for i in ec2_backends[self.account][region].all_instances() if i.state in ("pending", "running")]
         paid = [i for i in live if not getattr(i, "capacity_block", "")]
         kinds = [i.instance_type for i in paid if quota_code(i.instance_type, spot=i.lifecycle == "spot") == code]
@@ -203,7 +206,9 @@ class Launcher:
         return None
 
     def _obstacle(self, region: str, pool: Pool, spot: bool, now: datetime) -> str | None:
-        """Why this pool accepts no instance, or None. Raises LaunchFailedError for an obstacle in every pool."""
+        """Why this pool accepts no instance; None if it accepts one. Raises LaunchFailedError for an obstacle in every
+        pool.
+        """
         backend = ec2_backends[self.account][region]
         if pool.spec.get("ImageId") not in backend.amis:
             return f"The image id '[{pool.spec.get('ImageId')}]' does not exist (InvalidAMIID.NotFound)"

@@ -2,8 +2,8 @@
 
 The script, the AWS CLI, curl and Python are real. Stand-ins for programs that a laptop must not really run come first
 on the PATH, and a stand-in for curl comes last, for machines without curl (rehearsal/standins/README.md). As on EC2, a
-node has no keys in its environment and gets those of its role from the metadata service. Ending an instance kills every
-process of its node at once, as the loss of a machine would.
+node has no keys in its environment; it gets those of its role from the metadata service. When an instance is ended, all
+processes of its node are killed at once, as if the machine were lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AWS = STANDINS / "warm" / "cli.py"
 NEEDED = ("bash", "tar")
 POLL_S = 0.05
 DISK = ("etc", "opt", "root", "var")  # the folders on a machine's root disk
-# What cloud-init runs at a machine's first boot: scripts that came with its disk, then its user-data.
+# Runs what cloud-init runs at a machine's first boot: scripts that are on its disk, and then its user-data.
 BOOT = """
 for each in "$GPUFLEET_ROOT"/var/lib/cloud/scripts/per-boot/*; do [ ! -e "$each" ] || bash "$each"; done
 exec bash "$0"
@@ -42,7 +42,7 @@ exec bash "$0"
 
 @dataclass(kw_only=True, slots=True)
 class RehearsalNode:
-    """A running node, whose folder stands for the root of the machine."""
+    """A running node. The node's folder stands for the root folder of the machine."""
 
     instance: CloudInstance
     root: Path
@@ -110,7 +110,9 @@ class NodeRunner:
         self._watchers.append(watcher)
 
     def copy(self, image: str, instance: CloudInstance) -> None:
-        """Keeps the instance's root disk, as it is now, as an AMI's: files may appear and disappear meanwhile."""
+        """Copies the instance's root disk, as it is now, as the disk of an AMI. Files may appear and disappear during
+        the copy.
+        """
         instance_store = shutil.ignore_patterns("dlami")
         for name in DISK:
             here, there = self.folder / instance.id / name, self.folder / image / name
@@ -118,7 +120,7 @@ class NodeRunner:
                 shutil.copytree(here, there, symlinks=True, ignore=instance_store)
 
     def end(self, instance: CloudInstance) -> None:
-        """Ends the machine: none of its processes runs when this returns."""
+        """Ends the machine. When the method returns, none of its processes runs any more."""
         node = self.nodes.get(instance.id)
         if node is None:  # the node was never started
             return
@@ -130,17 +132,19 @@ class NodeRunner:
         if self._docker is not None:
             self._docker.remove(instance.id)
         node.process.wait()
-        with node.aws:  # closes the pipes and waits, even if another thread does the same now
+        with node.aws:  # closes the pipes and waits, even if another thread does this at the same time
             node.aws.kill()
 
     def hold(self, instance: CloudInstance) -> None:
-        """Stops only the trainer's processes until `go`. This works only on Linux; elsewhere training goes on."""
+        """Stops only the trainer's processes, until `go` is called. This works only on Linux; on other systems training
+        goes on.
+        """
         if self._docker is not None:
             return self._docker.hold(instance.id)
         self._signal_trainer(instance, signal.SIGSTOP)
 
     def go(self, instance: CloudInstance) -> None:
-        """Lets the trainer go on."""
+        """Lets the trainer's processes continue."""
         if self._docker is not None:
             return self._docker.go(instance.id)
         self._signal_trainer(instance, signal.SIGCONT)
@@ -228,7 +232,9 @@ def _disks(root: Path, instance: CloudInstance) -> None:
 
 
 def _marked(instance_id: str) -> list[int]:
-    """Ids of processes whose environment names the node; some may have left its group. Empty except on Linux."""
+    """Ids of processes whose environment names the node, because some of them may have left its group. Empty on systems
+    other than Linux.
+    """
     processes = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):

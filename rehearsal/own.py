@@ -29,9 +29,10 @@ from gpufleet.job.text import counted
 from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal, Resumption
 
 LEAST_GB = 0.0001  # the smallest allowed value of job.checkpoint.size_gb
-FEW = 5  # most files that a message names
-LATE = 3  # after so many intervals without a checkpoint, or checkpoints without a step, a run counts as doubtful
-Listing = Mapping[Path, str]  # shipped files with the hash of their content, empty for a file that is gone
+FEW = 5  # at most this many files are named in a message
+LATE = 3  # a run is doubtful after this many intervals without a checkpoint, or this many checkpoints without a step
+# uploaded files with the hash of their content; empty for a file that does not exist any more
+Listing = Mapping[Path, str]
 
 
 def lacking(definition: StackDefinition) -> Iterator[str]:
@@ -74,8 +75,8 @@ def modules_lacking(definition: StackDefinition, root: Path) -> str:
 
 @contextmanager
 def secret_values(wanted: Iterable[str]) -> Iterator[None]:
-    """Sets random values for the jobs' secrets that the shell does not give. Nobody can guess them, so a place that
-    contains one must have got it from the node.
+    """Sets random values for those secrets of the jobs that are not set in the environment. The values cannot be
+    guessed, so if a file contains one, it must come from the node.
     """
     names = [environment.SECRET + name for name in wanted]
     made = {name: f"{secrets.token_hex(12)}:{secrets.token_hex(12)}" for name in names if name not in os.environ}
@@ -88,7 +89,7 @@ def secret_values(wanted: Iterable[str]) -> Iterator[None]:
 
 
 def listing(definition: StackDefinition, root: Path) -> Listing:
-    """The shipped files of the code's folder; empty if no code is shipped."""
+    """The files of the code's folder that are uploaded; empty if no code is uploaded."""
     tree = code.read(definition, root)
     return _contents([] if tree is None else tree.files.values())
 
@@ -99,7 +100,7 @@ def _contents(files: Iterable[Path]) -> Listing:
 
 
 def code_is_untouched(before: Listing, root: Path) -> Promise:
-    """The promise that the shipped files are unchanged. Commits and other files do not matter."""
+    """The promise that the uploaded files are unchanged. Commits and other files are not checked."""
     after = _contents(before)
     changed = sorted(
         os.path.relpath(path, root) + ("" if after[path] else " (gone)")
@@ -139,9 +140,9 @@ def not_shipped(definition: StackDefinition, root: Path, reason: str) -> str:
 
 
 def doubts(config: CommandConfig) -> Callable[[Observed, int], str]:
-    """A function that gives the reason why the command will fail its rehearsal, from observations at a step, so that it
-    is reported at once instead of minutes later. The reason is empty if the command may succeed, and on a node that
-    follows another one.
+    """A function that returns the reason why the command will fail its rehearsal, from the observations and the step,
+    so that this is reported at once instead of minutes later. The reason is empty if the command may succeed, and on a
+    node that is not the leader.
     """
     every, patterns = config.steps_between_saves(), ", ".join(config.patterns)
 
@@ -224,8 +225,8 @@ def trains_together(nodes: Sequence[Observed]) -> Promise:
 
 
 def resumes(nodes: Sequence[Observed]) -> Promise:
-    """The promise that the command resumes from its checkpoints: kept, broken or not shown. One node that shows it is
-    enough, because a node that shows the contrary ends the run.
+    """The promise that the command resumes from its checkpoints: kept, broken or not shown. It is enough if one node
+    shows it, because a node that shows the contrary ends the run.
     """
     name, by_verdict = "goes on from its checkpoint", {node.resumes: node.why for node in nodes}
     if (why := by_verdict.get("goes on")) is not None:
@@ -274,7 +275,7 @@ def advice(notices: Sequence[Resumption], every: int | None, declared: bool | No
 
 
 def _secrets(rehearsal: Rehearsal) -> Iterator[Promise]:
-    """The promise that no file of node, bucket, state or log holds a secret's value."""
+    """The promise that no file of node, bucket, state or log contains a secret's value."""
     names = secrets_needed(rehearsal.definition.job.parameters)
     values = {name: os.environ[environment.SECRET + name].encode() for name in names}
     if not values:
@@ -287,7 +288,7 @@ def _secrets(rehearsal: Rehearsal) -> Iterator[Promise]:
 
 
 def _written(rehearsal: Rehearsal) -> Iterator[tuple[str, bytes]]:
-    """The content of every file and object that the run has written, with its place."""
+    """The content of every file and object that the run has written, with its path or key."""
     for path in rehearsal.project.rglob("*"):
         with suppress(OSError):
             if path.is_file():

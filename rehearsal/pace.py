@@ -1,5 +1,5 @@
 """Explains why a rehearsal's run ended before all of its interruptions, and how many steps of its script would be
-enough. A script that ends within a second cannot be interrupted.
+enough, because a script that ends within a second cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Change = Callable[[Mapping], Mapping]
 
 
 def ended(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
-    """An error if the run did not do its work, or ended before all of its interruptions; else None."""
+    """An error if the run did not do its work, or ended before all of its interruptions; otherwise None."""
     place = {"Bucket": watch.bucket, "Key": f"{watch.run_id}/{bucket.DONE}"}
     done = Done.from_json(json.loads(rehearsal.cloud.client("s3").get_object(**place)["Body"].read()))
     unmet = ", ".join(f"{planned.kind} at step {planned.step}" for planned in watch.planned)
@@ -63,6 +63,6 @@ def ended(rehearsal: Rehearsal, watch: Watch) -> GpufleetError | None:
 
 
 def step_ms(lines: list[bytes], otherwise: float) -> float:
-    """Milliseconds per step by the lines of metrics.jsonl; `otherwise` if they do not show it."""
+    """Milliseconds per step, from the lines of metrics.jsonl; `otherwise` if they do not show this."""
     phases = measured.phases(metrics.records(lines))
     return max(LEAST_MS, phases[0]["step_ms"]["median"] if phases else otherwise)

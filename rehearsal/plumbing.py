@@ -1,5 +1,5 @@
 """A rehearsal without the user's script, for a command that needs a GPU. A stand-in prints steps and writes files with
-the declared names, sizes and pace. It tests the definition file, not the script.
+the declared names, sizes and pace. Such a rehearsal tests the definition file, not the script.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from gpufleet.infra.definition.yaml_tree import Mapping, merge, read
 from gpufleet.job.kind.command import CommandConfig
 from gpufleet.rehearsal.standins import command
 
-STEPS, TRAINS_S = 200, 45.0  # enough for two interruptions
-MOST_BYTES = 200_000_000  # the largest checkpoint that the stand-in writes: a laptop must hold several
+STEPS, TRAINS_S = 200, 45.0  # steps and seconds of a training; long enough for two interruptions
+# bytes of the largest checkpoint that the stand-in writes, because several must fit on a laptop
+MOST_BYTES = 200_000_000
 LINE = r"plumbing step (?P<step>\d+)"
 
 
@@ -54,7 +55,7 @@ def stand_in(definition: StackDefinition, folder: Path, tree: Mapping) -> Mappin
 
 
 def _drop_keys(tree: Mapping, path: str, *keys: str) -> Mapping:
-    """The definition without these keys of the section at `path`."""
+    """Removes these keys of the section at `path` from the definition."""
     first, _, rest = path.partition(".")
     section = tree.entries.get(first)
     if not isinstance(section, Mapping):

@@ -1,7 +1,7 @@
 """The embedded AWS as a Pulumi provider: a gRPC server that the engine uses for package `aws` instead of the plugin.
-The variable PULUMI_DEBUG_PROVIDERS=aws:PORT leads the engine to it, so neither Pulumi.yaml nor the program names it.
-The protocol is pulumi/proto/pulumi/provider.proto; methods that are not implemented answer UNIMPLEMENTED, which the
-engine takes as "not offered".
+The variable PULUMI_DEBUG_PROVIDERS=aws:PORT tells the engine to use it, so that it need not be named in Pulumi.yaml or
+in the program. The protocol is pulumi/proto/pulumi/provider.proto; methods that are not implemented answer
+UNIMPLEMENTED, which the engine takes as "not offered".
 """
 
 # ruff: noqa: N802 - the protocol names the methods
@@ -23,7 +23,7 @@ from pulumi.runtime.proto import plugin_pb2, provider_pb2, provider_pb2_grpc
 from gpufleet.rehearsal.handlers import HANDLERS, handler, table
 from gpufleet.rehearsal.handlers.table import Aws, Properties, UnsupportedError
 
-_MESSAGE_BYTES = 64 * 1024 * 1024  # objects travel inside messages; gRPC's default is 4 MiB
+_MESSAGE_BYTES = 64 * 1024 * 1024  # larger than gRPC's default of 4 MiB, because objects are sent inside of messages
 
 
 def plain(message: struct_pb2.Struct) -> Properties:
@@ -46,8 +46,8 @@ def _with_integers(value: Any) -> Any:
 
 
 def _explained(method: Any) -> Any:
-    """Gives the method the resource's type token, and turns refusals into one sentence for the user. Any other error is
-    a fault and keeps its traceback.
+    """Passes the resource's type token to the method, and turns refusals into one sentence for the user. Any other
+    error is a mistake of this project, and keeps its traceback.
     """
 
     @wraps(method)
@@ -78,7 +78,7 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
         return plugin_pb2.PluginInfo(version=importlib.metadata.version("pulumi-aws"))
 
     def GetSchema(self, request: Any, context: Any) -> Any:
-        """The schema for `pulumi import`: the existing types, with properties of any kind."""
+        """The schema for `pulumi import`. The schema has all types, with properties of any kind."""
         anything = {"$ref": "pulumi.json#/Any"}
         resources = {
             kind: {
@@ -136,7 +136,8 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
         old_inputs = plain(request.inputs)
         state = table.state(handler(kind), self._aws(context), request.id, {**plain(request.properties), **old_inputs})
         if state is None:
-            return provider_pb2.ReadResponse()  # without an id the engine drops it from the stack's state
+            # if the answer has no id, the engine removes the resource from the stack's state
+            return provider_pb2.ReadResponse()
         inputs = {key: state[key] for key in old_inputs if key in state}
         return provider_pb2.ReadResponse(id=request.id, properties=struct(state), inputs=struct(inputs))
 
@@ -162,7 +163,7 @@ class Provider(provider_pb2_grpc.ResourceProviderServicer):
 
 @contextmanager
 def serve(environment: Mapping[str, str]) -> Iterator[int]:
-    """A provider for one embedded AWS, on a loopback port, until the block ends."""
+    """A context with a provider for one embedded AWS, on a loopback port."""
     options = [("grpc.max_receive_message_length", _MESSAGE_BYTES), ("grpc.max_send_message_length", _MESSAGE_BYTES)]
     executor = ThreadPoolExecutor(max_workers=32)
     server = grpc.server(executor, options=options)
@@ -181,7 +182,7 @@ def _failures(failures: list[tuple[str, str]]) -> list[Any]:
 
 
 def _diff_response(changed: Mapping[str, bool]) -> Any:
-    """A detailed diff; without it the engine would show an update but not of what."""
+    """A detailed diff. Without it, the engine would show an update, but not which properties are updated."""
     kinds = {True: provider_pb2.PropertyDiff.Kind.UPDATE_REPLACE, False: provider_pb2.PropertyDiff.Kind.UPDATE}
     return provider_pb2.DiffResponse(
         changes=provider_pb2.DiffResponse.DIFF_SOME if changed else provider_pb2.DiffResponse.DIFF_NONE,

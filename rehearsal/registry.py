@@ -10,17 +10,17 @@ from collections.abc import Mapping
 # Existing tags of aws/deep-learning-containers (its releases, 2026-11-21). Repositories of other owners have any tag.
 KNOWN_TAGS = {"deep-learning-containers/pytorch": {"2.13-cu133-amzn2023"}, "docker/library/python": {"3.13-slim"}}
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
-Digests = Mapping[tuple[str, str], str]  # by name and tag, or name and digest
+Digests = Mapping[tuple[str, str], str]  # the digest by (name, tag) or (name, digest)
 _PATH = re.compile(r"^/v2/(?P<name>.+)/manifests/(?P<reference>[^/]+)$")
 
 
 def digest(name: str, tag: str) -> str:
-    """The digest of name:tag here."""
+    """The digest of name:tag in this registry."""
     return "sha256:" + hashlib.sha256(_manifest(name, tag)).hexdigest()
 
 
 def answer(path: str, authorization: str, endpoint: str, real: Digests) -> tuple[str, dict[str, str], bytes]:
-    """(status, headers, body) for a GET or HEAD under /v2/ or /token/. `real` has digests of images that exist."""
+    """Status, headers and body for a GET or HEAD below /v2/ or /token/. `real`: digests of images that really exist."""
     if path.startswith("/token"):
         return "200 OK", {"Content-Type": "application/json"}, json.dumps({"token": "anonymous"}).encode()
     if not authorization.startswith("Bearer "):
@@ -37,7 +37,7 @@ def answer(path: str, authorization: str, endpoint: str, real: Digests) -> tuple
     known = KNOWN_TAGS.get(name)
     tags = {digest(name, tag): tag for tag in known or ()}
     tag = tags.get(reference, reference)
-    if known is None and tag.startswith("sha256:"):  # such a digest exists for any tag
+    if known is None and tag.startswith("sha256:"):  # every digest of this form exists
         return "200 OK", {"Content-Type": MANIFEST, "Docker-Content-Digest": tag}, _manifest(name, tag)
     if (known is not None and tag not in known) or tag.startswith("sha256:"):
         return _error("404 Not Found", "MANIFEST_UNKNOWN", f"Requested image not found: {name}:{reference}")

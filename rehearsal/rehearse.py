@@ -1,4 +1,4 @@
-"""`gpufleet rehearse STACK`: a whole run on this machine, from definition file to receipt, against the embedded AWS.
+"""`gpufleet rehearse STACK`: a whole run on this machine, from definition file to receipt, on the embedded AWS.
 
 The steps are those of a user, in the same order, each with the command that a user would type. rehearsal.cloud replaces
 the AWS account; the definition's `rehearsal` section makes the job small enough for a CPU.
@@ -48,10 +48,10 @@ from gpufleet.rehearsal.undisturbed import Until
 from gpufleet.rehearsal.watch import Watch, plan, possible
 
 TRAINS_WITH = ("torch", "safetensors", "tokenizers")  # packages that every ready-made job needs
-RELAUNCH_S = 1.0  # seconds until a replacement node; AWS takes minutes, but a longer wait would show nothing
-# the text with which a command's errors begin
+RELAUNCH_S = 1.0  # seconds until a replacement node; AWS takes minutes, but a longer wait would show nothing more
+# The text with which the error message of a command begins.
 _REASON = re.compile(r"^(?:gpufleet: |error: | +PROBLEM )", re.MULTILINE)
-LONGEST = 400  # the last line cuts a reason to this many characters; the whole reason is printed above it
+LONGEST = 400  # in the last line, a reason is cut to this many characters; the whole reason is printed above it
 NOT_SHOWN = 3  # exit code of a rehearsal in which nothing failed but not everything was shown
 
 
@@ -89,9 +89,10 @@ def rehearse(
     stand_in: bool = False,
     again: Sequence[Until] = (),
 ) -> int:
-    """Rehearses a stack; returns 0 if everything was shown and held. Otherwise it prints which step failed and why, and
-    keeps the scratch project. `image`: a command runs in its own image. `stand_in`: a stand-in replaces the command's
-    script. `again`: further runs without interruptions. `quiet`: nothing is printed before the report.
+    """Rehearses a stack; returns 0 if all promises were shown and held. If a step fails, prints which one and why, and
+    keeps the scratch project. `image`: whether a command runs in its own image. `stand_in`: whether a stand-in replaces
+    the command's script. `again`: further runs without interruptions. `quiet`: whether nothing is printed before the
+    report.
     """
     way = (lambda line: None) if quiet else out
     root = root or project_root(Path.cwd())
@@ -138,7 +139,7 @@ def rehearse(
         if code in (0, NOT_SHOWN):
             shutil.rmtree(finished, ignore_errors=True)
             folder.rename(finished)
-        for until in again:  # their results are beside those of the rehearsal that succeeded
+        for until in again:  # the results of these runs are beside those of the rehearsal that succeeded
             if code:
                 break
             way(f"\nOnce more, undisturbed, to its {until}.")
@@ -150,7 +151,7 @@ def rehearse(
 
 
 def _lacking(definition: StackDefinition, *, stand_in: bool = False) -> list[str]:
-    """Keys, with values, that the definition lacks for its rehearsal."""
+    """Keys that are missing in the definition for its rehearsal, with values."""
     config = definition.job.parameters
     phases = sum(1 for size in config.phases() if size.steps)
     if stand_in:
@@ -178,7 +179,7 @@ def _attempt(
     stand_in: bool = False,
     until: Until | None = None,
 ) -> int:
-    """One try of the rehearsal, in a new `folder`, of the definition with `changed` laid over it."""
+    """One try of the rehearsal, in a new `folder`, with the definition to which `changed` was applied."""
     is_own = any(map(_is_own, definition.parts))
     trains = "your script on this machine's CPU" if is_own else "job"
     laid = block.begun(definition, changed, datetime.now(UTC))
@@ -261,8 +262,8 @@ def _attempt(
 
 
 def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[str], None]) -> bool:
-    """Runs the steps of the rehearsal; returns whether everything was shown. `way` gets the lines before the report.
-    Raises GpufleetError if a step fails, and after the report if a promise was broken.
+    """Runs the steps of the rehearsal; returns whether everything was shown. `way` is called with the lines before the
+    report. Raises GpufleetError if a step fails, and after the report if a promise was broken.
     """
     name, timeline = rehearsal.name, rehearsal.timeline
     with step(rehearsal, "prepare"):
@@ -271,7 +272,7 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
         lines = command(rehearsal, "prepare", name).strip().splitlines()
         before = list(
             takewhile(lambda line: not line.startswith(f"{name}: "), lines)
-        )  # the preview prints the rest again
+        )  # the preview prints the other lines again
         for line in before[-1:]:
             timeline.add("prepared", line.replace(f"{rehearsal.project}/", ""))
     with step(rehearsal, "doctor --pin"):
@@ -341,9 +342,9 @@ def _installs(definition: StackDefinition) -> bool:
 def _programs_of(
     definition: StackDefinition, project: Path, programs: Path | None, python: Path | None
 ) -> Callable[[Path], Path] | None:
-    """A function that gives, for a node's root folder, the folder with the programs of the user's command. If the
-    set-up installs packages, each node has an environment of its own on top of the user's: on AWS each node has its own
-    container too, so the packages of an earlier node are gone.
+    """A function that returns, for a node's root folder, the folder with the programs of the user's command. If the
+    set-up installs packages, each node has its own environment on top of the user's, because on AWS each node has its
+    own container, without the packages of an earlier node.
     """
     if programs is None or python is None:
         return None
@@ -353,7 +354,7 @@ def _programs_of(
 
 
 def _end(error: GpufleetError, seconds: float, project: Path, root: Path) -> Iterator[str]:
-    """The lines about a failure: all that is known, where the files are, and in the last line the reason."""
+    """The lines about a failure: everything that is known, the places of the files, and in the last line the reason."""
     cause = error.__cause__ if isinstance(error, StepFailedError) else error
     where, why = (f"at {error.step}, ", error.why) if isinstance(error, StepFailedError) else ("", str(error))
     reason = headline(why)
@@ -365,7 +366,7 @@ def _end(error: GpufleetError, seconds: float, project: Path, root: Path) -> Ite
 
 
 def headline(why: str) -> str:
-    """One line with the reason first, cut between words. An error comes before the words on how the command ended;
+    """One line with the reason first, cut between words. An error comes before the words about how the command ended;
     lines of a log, which are printed above, are left out.
     """
     if missing := re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", why):
@@ -381,7 +382,9 @@ def headline(why: str) -> str:
 
 @contextmanager
 def step(rehearsal: Rehearsal, name: str) -> Iterator[None]:
-    """Adds the step's name to any error inside it, and records how long it took."""
+    """A context for one step. The context adds the step's name to an error that is raised in it, and records how long
+    the step took.
+    """
     began = rehearsal.timeline.seconds
     try:
         yield
@@ -403,7 +406,7 @@ def command(rehearsal: Rehearsal, *words: str) -> str:
 
 @contextmanager
 def _started(rehearsal: Rehearsal, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """Runs `gpufleet WORDS` in the background, at most until the block ends."""
+    """A context in which `gpufleet WORDS` runs in the background."""
     with subprocess.Popen(
         [sys.executable, "-m", "gpufleet.infra.cli", *words],
         cwd=rehearsal.project,
@@ -458,7 +461,7 @@ def _follow(rehearsal: Rehearsal) -> None:
                 _answer(rehearsal, waiting, words)
 
         watch.run(check=check)
-    if definition.job.parameters.processes != "own":  # while no node boots
+    if definition.job.parameters.processes != "own":  # runs while no node boots
         rehearsal.torch_s = import_torch_s()
     if (failure := pace.ended(rehearsal, watch)) is not None:
         raise failure
@@ -494,7 +497,9 @@ def _shown(path: Path, root: Path) -> str:
 
 
 def rehearse_all(*, root: Path | None = None, out: Callable[[str], None] = say, quiet: bool = False) -> int:
-    """Rehearses every stack in turn and prints a table; returns 0 if all held, 1 otherwise, 130 on Ctrl-C."""
+    """Rehearses every stack in turn and prints a table; returns 0 if all of them succeeded, 1 otherwise, 130 on
+    Ctrl-C.
+    """
     root = root or project_root(Path.cwd())
     rows, failed = [], False
     paths = [root / "stacks" / f"{name}.yaml" for name in stacks_of(root)]

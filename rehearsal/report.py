@@ -19,7 +19,7 @@ from gpufleet.rehearsal.cloud import Cloud
 from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal
 from gpufleet.rehearsal.timeline import clock
 
-BAR_S = 300.0  # seconds: the project's limit for a whole rehearsal on two idle cores
+BAR_S = 300.0  # seconds that a whole rehearsal may take on two idle cores, as this project demands
 TOLD = ("up", "launched", "training", "notice", "seen", "loss", "ended", "results", "destroy")
 
 
@@ -58,13 +58,17 @@ def write(
 
 
 def duration_check(seconds: float) -> Promise:
-    """The promise about how long the rehearsal takes. It fails no rehearsal, because a busy machine takes longer."""
+    """The promise about how long the rehearsal takes. If it is broken, the rehearsal still succeeds, because a busy
+    machine takes longer.
+    """
     figure = f"{seconds:.0f} s (bar {BAR_S:.0f})"
     return Promise(name="the whole rehearsal", figure=figure, held=seconds <= BAR_S, required=False)
 
 
 def closing(checks: Sequence[Promise], seconds: float) -> str:
-    """The last line of a rehearsal without a broken promise: what was not shown, and which times are too long."""
+    """The last line of a rehearsal without a broken promise. The line says what was not shown, and which times are too
+    long.
+    """
     if unshown := [f"{check.name}: {check.figure}" for check in checks if not check.shown]:
         return f"NOT SHOWN, after {seconds:.0f} s: {'; '.join(unshown)}. Everything else held."
     slow = [f"{check.name}, {check.figure}" for check in checks if not check.held]
@@ -76,7 +80,7 @@ def closing(checks: Sequence[Promise], seconds: float) -> str:
 def summary(
     rehearsal: Rehearsal, parts: Sequence[Evidence], receipt: Receipt, checks: Sequence[Promise]
 ) -> dict[str, Any]:
-    """The rehearsal in one line of a table."""
+    """A line about the rehearsal for a table."""
     resumptions = [resumption for part in parts for resumption in part.resumptions()]
     validated = [line for part in parts for line in part.metrics if line.get("val_loss") is not None]
     called = {phase.name: phase.validation for part in parts for phase in part.phases}
@@ -101,7 +105,7 @@ def summary(
 
 
 def losses(parts: Sequence[Evidence]) -> Iterator[str]:
-    """First and last loss of each phase of each part, its steps, and its newest validation figure with its name."""
+    """First and last loss of each phase of each part, its steps, and its newest validation loss with its name."""
     rows = [row for part in parts for row in _losses(part)]
     heads = ("phase", "parameters", "active", "steps", "loss first", "last", "validation")
     yield from table(heads, rows, right=(1, 2, 3, 4, 5))
@@ -124,7 +128,9 @@ def _losses(part: Evidence) -> Iterator[tuple[str, ...]]:
 
 
 def save_bucket(cloud: Cloud, folder: Path) -> None:
-    """Saves the small objects of every bucket, which ends with the process, for somebody who looks into a failure."""
+    """Saves the small objects of every bucket for somebody who looks into a failure, because the buckets do not exist
+    after the process ends.
+    """
     s3 = cloud.client("s3")
     for bucket in s3.list_buckets()["Buckets"]:
         for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket["Name"]):

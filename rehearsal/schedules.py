@@ -1,9 +1,9 @@
 """Fires one-time schedules at their time by the Cloud's clock, with the rights of their role, because moto only stores
 them.
 
-EventBridge Scheduler acts with a role's rights if the role trusts it for the schedule's group. A request with a time
-that has passed is refused. If a schedule or a node starts a state machine, the machine goes through its steps with the
-rights of its own role.
+EventBridge Scheduler acts with a role's rights if the role trusts it for the schedule's group. A request with a time in
+the past is refused. If a schedule or a node starts a state machine, the machine goes through its steps with the rights
+of its own role.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TARGET, _STEP = "arn:aws:scheduler:::aws-sdk:", "arn:aws:states:::aws-sdk:"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fired:
-    """A schedule that has fired, and why its target failed; empty if it did not fail."""
+    """A schedule that has fired, and the reason why its target failed; the reason is empty if it did not fail."""
 
     name: str  # GROUP/NAME
     at: datetime
@@ -42,18 +42,18 @@ class Fired:
 
 
 def moment(expression: str) -> datetime | None:
-    """When a one-time schedule fires; None for any other expression."""
+    """The time at which a one-time schedule fires; None for any other expression."""
     match = _AT.fullmatch(expression)
     return datetime.fromisoformat(match[1]).replace(tzinfo=UTC) if match else None
 
 
 class Schedules:
     def __init__(self, account_id: str, fleets: FleetController, tags: Callable[[str], Mapping[str, str]]) -> None:
-        """`tags` gives the tags of a fleet or instance by its id."""
+        """`tags` returns the tags of a fleet or instance by its id."""
         self._account, self._fleets, self._tags = account_id, fleets, tags
-        self._done: set[tuple[str, str]] = set()  # ARN and expression
+        self._done: set[tuple[str, str]] = set()  # ARN and expression of schedules that have fired
         self.fired: list[Fired] = []
-        # State machines that wait: until when, in which region, before which state, with which input.
+        # State machines that wait: the time until which they wait, the region, the next state, and its input.
         self._waiting: list[tuple[datetime, str, Any, str, Mapping[str, Any]]] = []
         self._begun: set[str] = set()  # executions that a node has started
 
@@ -120,7 +120,7 @@ class Schedules:
             )
             for action, arn, name in named
         ]
-        if asked.get("TerminateInstances", True):  # also if no node is named, which is the stricter choice
+        if asked.get("TerminateInstances", True):  # also required if no node is named, which is stricter
             wishes.append(AccessRequest("ec2:TerminateInstances"))
         if refused := self._refused(role_arn, of, wishes):
             return refused
@@ -128,7 +128,7 @@ class Schedules:
         return "; ".join(failure["Error"]["Message"] for failure in answer["UnsuccessfulFleetDeletions"])
 
     def _execute(self, region: str, machine_arn: str, inputs: Mapping[str, Any]) -> str:
-        """Runs the steps of a state machine up to the first wait; returns why they failed, empty if they did not."""
+        """Runs the steps of a state machine up to the first wait; returns why they failed; empty if they did not."""
         machines = stepfunctions_backends[self._account][region].state_machines
         machine = next((candidate for candidate in machines if candidate.arn == machine_arn), None)
         if machine is None:
@@ -136,7 +136,7 @@ class Schedules:
         return self._go_on(region, machine, json.loads(machine.definition)["StartAt"], inputs)
 
     def _go_on(self, region: str, machine: Any, state: str | None, inputs: Mapping[str, Any]) -> str:
-        """Runs the steps from `state` on with the rights of the machine's role.
+        """Runs the steps from `state` on, with the rights of the state machine's role.
 
         Waits and Retry follow the clock; Catch handles failures.
         """
@@ -220,7 +220,7 @@ class Schedules:
     def _refused(
         self, role_arn: str, of: Mapping[str, str], wishes: list[AccessRequest], service: str = SERVICE
     ) -> str:
-        """Why the role may not make the request; empty if it may. `of` has the service's statements about the resource
+        """Why the role may not make the request; empty if it may. `of`: statements of the service about the resource
         for which it acts.
         """
         roles = iam_backends[self._account]["aws"].roles.values()
@@ -234,7 +234,7 @@ class Schedules:
 
 
 def trusts(policy: dict[str, Any], of: Mapping[str, str], service: str = SERVICE) -> bool:
-    """Whether a role's trust policy allows the service to use it for the source that the service states."""
+    """Whether a role's trust policy allows the service to use the role for the source that the service states."""
     for_service = [
         {key: value for key, value in statement.items() if key != "Principal"}
         for statement in policy["Statement"]

@@ -1,7 +1,7 @@
 """A scratch project: it stands for a user's checkout, in a folder that exists as long as one embedded AWS.
 
 The program is the same. The scratch project has its own definitions, engine state and settings, and a copy of the
-prices of the user's project. It gets no variable of the user's environment that names AWS or Pulumi.
+prices of the user's project. Variables of the user's environment that concern AWS or Pulumi are not passed to it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def make(folder: Path, definitions: Mapping[str, str]) -> Path:
 
 
 def full_disks(*folders: Path) -> Iterator[str]:
-    """Sentences about full disks, which may have caused a failure that does not mention them, such as a cut file."""
+    """Sentences about full disks, which may be the cause of a failure that does not mention them, such as an incomplete
+    file.
+    """
     for folder in folders:
         free = shutil.disk_usage(folder).free
         if free < FULL_BYTES:

@@ -1,4 +1,4 @@
-"""What happened in a rehearsal and when: printed as it happens, kept as lines of JSON."""
+"""Records what happens in a rehearsal, and when. Each moment is printed at once, and kept as a line of JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Moment:
 
 
 class Timeline:
-    """The moments of a rehearsal. `log` is written line by line, so that it survives a rehearsal that dies."""
+    """The moments of a rehearsal. `log` is written line by line, so that it is complete even if the rehearsal dies."""
 
     def __init__(self, log: Path, *, out: Callable[[str], None] = say) -> None:
         self._log = log

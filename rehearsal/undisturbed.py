@@ -30,7 +30,7 @@ def without_interruptions(definition: StackDefinition) -> StackDefinition:
 
 
 def limited(definition: StackDefinition, held: Path, changed: pace.Change | None) -> pace.Change:
-    """Sets a limit that a run as fast as the one in `held` meets midway. Raises GpufleetError."""
+    """Sets a limit that a run meets midway, if it is as fast as the run in `held`. Raises GpufleetError."""
     config = cast(CommandConfig, definition.job.parameters)
     moments = [json.loads(line) for line in (held / "timeline.jsonl").read_text(encoding="utf-8").splitlines()]
     launched, trains = (
@@ -57,7 +57,7 @@ def limit_checks(evidence: Evidence) -> Iterator[Promise]:
     yield Promise(name="a whole checkpoint in the bucket", figure=figure, held=newest > 0)
     files = [path for path in (evidence.folder / FINAL).rglob("*") if path.is_file()]
     yield Promise(name="downloaded by results", figure=counted(len(files), "file"), held=bool(files))
-    # the receipt was read above; otherwise this line is not reached
+    # The receipt was read above; if it could not be read, this line is not reached.
     yield Promise(name="receipt", figure=f"{evidence.receipt.actual} USD", held=True)
 
 

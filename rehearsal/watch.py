@@ -1,7 +1,6 @@
-"""Follows a run from outside while it trains, and interrupts it where the definition's seed decides.
-
-It looks only where a person could: at the fleet, the nodes' own logs and metrics, the bucket. It changes nothing except
-that it causes interruptions.
+"""Follows a run from outside while it trains, and interrupts it at points that depend on the definition's seed. This
+module reads only what a person could read: the fleet, the nodes' logs and metrics, and the bucket. This module changes
+nothing; it only causes interruptions.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Plan
     """The interruptions in their order, one for each node.
 
     An interruption in the first phase comes in the second to fourth fifth of this phase. Interruptions at a step, or
-    while saving, are spread over the other phases, so that a phase boundary has been crossed. Each comes in the second
+    while saving, are spread over the other phases, so that they come after the end of a phase. Each comes in the second
     to fourth fifth of its share of the steps, so that there is work before and after it. An interruption between phases
-    comes at the last step of a phase; an interruption in a stage comes after the last step.
+    comes at the last step of a phase; an interruption in a phase after training comes after the last step.
     """
     seeded = random.Random(interruptions.seed)
     places: list[tuple[Kind, Place]] = [("notice", interruptions.notice_at)] * interruptions.with_notice
@@ -86,14 +85,15 @@ def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Plan
 
 
 POLL_S = 0.05
-TAIL = 15  # last lines of a node's log that are shown if the run fails
+TAIL = 15  # number of last lines of a node's log that are shown if the run fails
 BUCKET_S = 1.0
-HELD_S = 6.0  # more seconds than a node may take to see a notice
-PATIENCE_S = 3.0  # seconds for which a node must look wrong before that counts
-STALLED_S = 150.0  # seconds without news after which the run counts as hanging
+HELD_S = 6.0  # seconds for which a trainer is held; more than a node may take to see a notice
+PATIENCE_S = 3.0  # a node must look wrong for this many seconds before this is reported
+STALLED_S = 150.0  # after this many seconds without news the run is taken to hang
 QUIET_S = 30.0  # after so many seconds without news the watch says what computes: a compiler may print nothing
 COMPUTES = 0.1  # a process computes if it uses this share of a CPU
-WORK_FOLDERS = ("opt/dlami/nvme/gpufleet/run", "scratch/run", "opt/gpufleet/run")  # job/node/disks.py
+# the places of the work folder (job/node/disks.py)
+WORK_FOLDERS = ("opt/dlami/nvme/gpufleet/run", "scratch/run", "opt/gpufleet/run")
 _TOLD = re.compile(r"attempt failed|the run is over|fleet .* deleted|starting the container|timer:")
 _STEP = re.compile(r"^step \d+/\d+ \|")
 _WAITS = re.compile(r"waiting for AWS to end this machine")
@@ -106,15 +106,15 @@ class RunFailedError(GpufleetError):
 
 
 class Tail:
-    """Reads what files have gained since they were read last: the machine that watches is the one that trains. A file
-    that was replaced, or has become shorter, is read from its beginning.
+    """Reads what was added to files since they were last read. This is possible because the nodes run on this machine.
+    A file that was replaced, or has become shorter, is read from its beginning.
     """
 
     def __init__(self) -> None:
-        self._places: dict[Path, tuple[int, int]] = {}  # inode and offset
+        self._places: dict[Path, tuple[int, int]] = {}  # inode and offset of each file
 
     def new(self, path: Path) -> list[str]:
-        """The complete lines that are new."""
+        """The new complete lines."""
         try:
             file = path.open("rb")
         except FileNotFoundError:
@@ -143,13 +143,13 @@ class NodeView:
     last_step: int = 0
     results: int = 0  # lines of stages/*.jsonl
     stage_lines: int | None = None  # lines of stages/*.jsonl at the beginning of the node
-    seen: bool = False  # whether its supervisor has read the notice
+    seen: bool = False  # whether the node's supervisor has read the notice
     ended: bool = False
     interrupted: Planned | None = None
     is_setting_up: bool = False  # whether its command's set-up is running
     # generations in which its command got a signal; 0 with a single node
     signalled: set[int] = field(default_factory=set)
-    held_until: float | None = None  # time.monotonic() by which its trainer must continue
+    held_until: float | None = None  # the time.monotonic() at which its trainer must continue at the latest
     observed: Observed = field(default_factory=Observed)  # what the host has observed of its command
     cpu_s: dict[tuple[int, str], float] = field(default_factory=dict)  # NodeRunner.cpu_s, when it was looked at last
     doubted_at: float | None = None  # time.monotonic() at which something began to look wrong
@@ -176,7 +176,7 @@ class NodeView:
 
 
 class Begun(NamedTuple):
-    """How a generation of several nodes began."""
+    """How a generation of a run with several nodes began."""
 
     step: int  # the newest published step; -1 if there is none
     reached: int  # the last step that any node had logged
@@ -200,9 +200,10 @@ class Watch:
         saves: bool = True,
         doubts: Callable[[Observed, int], str] = lambda observed, step: "",
     ) -> None:
-        """`stage_lines`: the number of results after which a node is taken away within a stage. `falls_back`: spot
-        never comes back after the last interruption, so the run must go on on demand. `saves`: the job has checkpoints.
-        `doubts` gives the reason why a command will fail, from its observations and its step; empty if it may succeed.
+        """`stage_lines`: the number of results of a phase after training after which a node is taken away.
+        `falls_back`: whether there is no spot capacity after the last interruption, so that the run must continue on
+        demand. `saves`: whether the job has checkpoints. `doubts` returns the reason why a command will fail, from its
+        observations and its step; empty if it may succeed.
         """
         self.cloud = cloud
         self.runner = runner
@@ -213,15 +214,15 @@ class Watch:
         self.views: dict[str, NodeView] = {}
         self.manifests: dict[int, str] = {}  # the reason of the checkpoint of each step
         self.generations: dict[int, Begun] = {}  # the generations of several nodes, by number
-        # nodes and their interruptions, with the generation that each ended
+        # Nodes and their interruptions, with the generation that each interruption has ended.
         self.taken: list[tuple[NodeView, int]] = []
         self._s3 = cloud.client("s3")
         self._news = self._looked_at = time.monotonic()
         self._bucket_at = 0.0
 
     def run(self, *, check: Callable[[], None] = lambda: None) -> None:
-        """Watches to the end. Raises RunFailedError if a node fails or the run hangs. Interruptions that are then still
-        in `planned` did not happen.
+        """Watches to the end. Raises RunFailedError if a node fails or the run hangs. Interruptions that are still in
+        `planned` after that did not happen.
         """
         while not self._all_ended():
             check()
@@ -307,11 +308,11 @@ class Watch:
                 raise RunFailedError(f"{view.name}: the node script ended with {code} and left its machine running")
 
     def _is_at(self, view: NodeView, planned: Planned) -> bool:
-        if planned.place == "stage":  # a node that resumes in a stage trains no step
+        if planned.place == "stage":  # a node that resumes in a phase after training trains no step
             return self._written(view) >= self.stage_lines
         if view.first_step is None or view.last_step < planned.step:
             return False
-        # If the bucket has no checkpoint, the run would begin again; and a first line that any start prints does not
+        # If the bucket has no checkpoint, the run would begin again. A first line that any start would print does not
         # prove a resume.
         first = min((other.first_step for other in self.views.values() if other.first_step is not None), default=0)
         shown = max(self.manifests, default=0) > (first if view.observed.lines else 0)
@@ -325,15 +326,15 @@ class Watch:
         return bool(local - self.manifests.keys()) or any(_job_files(view, f"{CHECKPOINTS}/.{STEPS}"))
 
     def _written(self, view: NodeView) -> int:
-        """The number of lines that the stages after training have added on this node."""
+        """The number of lines that the phases after training have written on this node."""
         after = (
             path for path in _job_files(view, f"{STAGES}/*.jsonl") if "tried" not in path.name
-        )  # a curriculum's stage within training
+        )  # files of a curriculum's evaluations, which are part of the training
         lines = sum(len(_lines(path)) for path in after)
         if lines != view.results:
             view.results, self._news = lines, time.monotonic()
         if view.stage_lines is None and view.lines:
-            view.stage_lines = lines  # these lines came from earlier nodes
+            view.stage_lines = lines  # these lines come from earlier nodes
         return lines - (view.stage_lines or 0)
 
     def _interrupt(self, view: NodeView, planned: Planned) -> None:
@@ -398,7 +399,7 @@ class Watch:
             if "attempt failed" in message:
                 raise RunFailedError(self._why_failed(view, message))
             if _WAITS.search(message) and view.node.instance.notice_at is not None:
-                view.node.instance.terminate_at = self.cloud.clock.now()  # waiting would show nothing
+                view.node.instance.terminate_at = self.cloud.clock.now()  # a wait would show nothing more
             if _TOLD.search(message):
                 self._tell("boot", f"{view.name}: {message}", node=view.node.instance.id)
 
@@ -424,7 +425,7 @@ class Watch:
             if view.is_setting_up or begins:
                 self._tell("setup", f"{view.name}: {line.partition(' host: ')[2] if begins or ends else f'  {line}'}")
             view.is_setting_up = begins or (view.is_setting_up and not ends)
-        if view.is_setting_up:  # a set-up may be silent: the host ends a command after job.progress.silence_minutes
+        if view.is_setting_up:  # a set-up may print nothing; the host ends it after job.progress.silence_minutes
             self._news = time.monotonic()
 
     def _observe(self, view: NodeView) -> None:
@@ -444,7 +445,7 @@ class Watch:
                 except ValueError:
                     continue
                 at = datetime.fromtimestamp(float(entry.get("ts", 0)), UTC)
-                if at > view.logged_at:  # earlier lines are known, or come from an earlier node
+                if at > view.logged_at:  # earlier lines were already read, or come from an earlier node
                     view.logged_at = at
                     self._logged_step(view, int(entry.get("step", 0)), at)
 
@@ -471,7 +472,7 @@ class Watch:
             begun = self.generations[number] = Begun(step=int(generation["step"]), reached=reached, leader=leader)
             members = [self.views[instance] for instance in generation["members"] if instance in self.views]
             for view in members:
-                if view.first_step is None:  # lines that others log until then are copied into its log too
+                if view.first_step is None:  # until then, lines that other nodes log are copied into its log too
                     view.logged_at = max(view.logged_at, datetime.now(UTC))
             names = [view.name for view in members]
             after = f" from step {begun.step}" if begun.step >= 0 else ""
@@ -494,7 +495,7 @@ class Watch:
 
 
 def _job_files(view: NodeView, pattern: str) -> list[Path]:
-    """Files in the job's work folder, wherever the node has put it."""
+    """Files in the job's work folder, in whichever place the node has put it."""
     return [path for folder in WORK_FOLDERS for path in (view.node.root / folder).glob(pattern)]
 
 

@@ -20,7 +20,7 @@ from tests.infra.command_files import command_file
 from tests.repository import ROOT
 
 ROW = '    "plan": SavingsPlan,\n'
-TABLE = "WAYS: dict[str, type[Market]] = {  # by fleet.capacity\n"
+TABLE = "WAYS: dict[str, type[Market]] = {  # the market by fleet.capacity\n"
 IMPORT = "from gpufleet.infra.market.plan import SavingsPlan\n"
 PROGRAM = r"""
 import json

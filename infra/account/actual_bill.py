@@ -1,7 +1,7 @@
 """Shows AWS's charges for a run, from Cost Explorer, next to the lines of its receipt: for `gpufleet receipts --aws`.
 
-A run's resources carry its tags. Cost Explorer sees a tag only after the account that pays has activated it. Credits,
-refunds and taxes are left out, because only usage is compared.
+The charges of a run are found by the tags of its resources. Cost Explorer sees a tag only after the account that pays
+has activated it. Credits, refunds and taxes are left out, because only usage is compared.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from gpufleet.infra.program.resources.tags import RUN_TAG, STACK_TAG
 from gpufleet.infra.show.sheet import Sheet
 from gpufleet.job.contract.receipt import Receipt, ReceiptLine
 
-REGION = "us-east-1"  # the only region with an endpoint of Cost Explorer
+REGION = "us-east-1"  # the only region in which Cost Explorer answers
 TAGS = (STACK_TAG, RUN_TAG)
 BEFORE = 31  # a run may have begun this many days before its end
 AFTER = 2  # charges of a run's end may have dates up to this many days later
 DELAY = 1  # days until a charge appears in Cost Explorer
 CENT = Decimal("0.01")
-# Lines of the bill by AWS's usage type. In most regions a usage type begins with a prefix for the region.
+# Which line of the bill a usage type of AWS belongs to. In most regions a usage type begins with a prefix for the
+# region.
 _LINES = (
     ("compute", r"(BoxUsage|SpotUsage)\b"),
     ("disks", r"EBS:Volume"),
@@ -38,11 +39,11 @@ _LINES = (
 _MERGED = {"root disk": "disks", "data disk": "disks", "interruptions": "compute"}
 _NOTES = {
     "compute": "AWS counts the price of each second, free first hours and savings plans",
-    "S3 storage": "the receipt has the bill's figure, for all days until expiry",
-    "S3 write requests": "the receipt has the bill's figure",
-    "S3 read requests": "the receipt has the bill's figure",
-    "transfer of results": "the receipt has the bill's figure; AWS charges it after `gpufleet results`",
-    "logs": "the receipt has the bill's figure",
+    "S3 storage": "the receipt has the bill's amount, for all days until expiry",
+    "S3 write requests": "the receipt has the bill's amount",
+    "S3 read requests": "the receipt has the bill's amount",
+    "transfer of results": "the receipt has the bill's amount; AWS charges it after `gpufleet results`",
+    "logs": "the receipt has the bill's amount",
 }
 _HEADS = ("line", "receipt", "AWS", "difference", "what differs")
 ACTIVATE = (
@@ -75,7 +76,7 @@ def require_tags(ce: Any) -> None:
 
 
 def charged(ce: Any, receipt: Receipt, today: date) -> Charged:
-    """The charges for the receipt's run until today, from Cost Explorer: one request, which costs 0.01 USD."""
+    """The charges for the receipt's run until today, from Cost Explorer. The request costs 0.01 USD."""
     ended = date.fromisoformat(receipt.at[:10])
     wanted = {
         "TimePeriod": {
@@ -125,7 +126,7 @@ def by_line(receipt: Receipt) -> dict[str, Decimal]:
 
 
 def compared(receipt: Receipt, charges: Charged, today: date) -> Iterator[str]:
-    """The lines of the receipt next to AWS's charges, and reasons for the differences."""
+    """A table with the lines of the receipt next to AWS's charges, and the reasons for the differences."""
     counted = by_line(receipt)
     yield f"{receipt.stack}, run {receipt.run}, counted until {receipt.at}:"
     if not charges.usd:

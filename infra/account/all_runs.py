@@ -1,4 +1,4 @@
-"""Lists the runs of every stack that AWS shows in the account, and the runs of the project's files."""
+"""Lists the runs of all stacks in the account, as AWS shows them, and the runs of the project's files."""
 
 from __future__ import annotations
 

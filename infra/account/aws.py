@@ -1,4 +1,4 @@
-"""Asks AWS: clients with bounded waits, whole listings, and the owner that a resource's tags name."""
+"""Asks AWS: makes clients whose waits are bounded, reads whole listings, and finds the owner in a resource's tags."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def client(service: str, region: str) -> Any:
 
 @lru_cache(maxsize=32)
 def _client(service: str, region: str, environment: tuple[tuple[str, str], ...]) -> Any:
-    """A client, cached by environment: each look of a sweep needs 20 clients, and each takes 10 ms to make."""
+    """A client, cached by environment. A sweep needs 20 clients each time it looks, and to make one takes 10 ms."""
     made = _session(*map(os.environ.get, _IDENTITY)).client(service, region_name=region, config=_CONFIG)
     urlsplit(made.meta.endpoint_url).port  # noqa: B018 - raises now if the port is wrong, not in the first request
     return made
@@ -48,12 +48,14 @@ def _client(service: str, region: str, environment: tuple[tuple[str, str], ...])
 
 @cache
 def _session(*identity: str | None) -> boto3.session.Session:
-    """A session, cached by identity: a session reads credentials only once, and its descriptions of services slowly."""
+    """A session, cached by identity. A new session would read the credentials again, and slowly the descriptions of
+    services.
+    """
     return boto3.session.Session()
 
 
 def tags_of(resource: dict[str, Any]) -> dict[str, str]:
-    """Tags as a dict, whichever of AWS's spellings the resource uses."""
+    """The resource's tags as a dict. AWS spells the keys of tags differently for different services."""
     tags = resource.get("Tags") or resource.get("TagSet") or resource.get("tags") or []
     if isinstance(tags, dict):
         return {str(key): str(value) for key, value in tags.items()}

@@ -1,4 +1,5 @@
-"""The bucket that holds a campaign's ledger and records. It belongs to no stack, because it outlives all of its runs.
+"""The bucket that holds a campaign's ledger and records. The bucket belongs to no stack, because it outlives all of its
+runs.
 
 The bucket's name follows from the campaign's name and the account's number, so that every machine that drives the
 campaign finds the same bucket, whatever Pulumi state it has.

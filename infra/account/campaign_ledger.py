@@ -1,9 +1,9 @@
 """campaign.json: the dollars that the runs of a campaign have reserved under its cap, in one object of a bucket.
 
 Drivers on people's machines and nodes write the object. Each put has a condition: S3 refuses it if the object has
-changed since it was read. So each writer sees all reservations that count when it adds its own. A run reserves its own
-limit before it begins; its receipt gives back what the run did not use. If the object is missing, nothing is reserved
-any more: runs that have begun stop before their own limits, whose sum is within the cap.
+changed since it was read. So each writer knows all valid reservations when it adds its own. A run reserves its own
+limit before it begins; its receipt gives back what the run did not use. If the object is missing, no further run can
+reserve dollars. Runs that have begun still stop before their own limits, whose sum is within the cap.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class LedgerObjects(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CampaignReservation:
-    """What one run holds of the cap. The reservation is open until the run has ended."""
+    """The part of the cap that is reserved for one run. The reservation is open until the run has ended."""
 
-    usd: Decimal  # reserved; after the run's end the receipt's dollars, or what was reserved if there is no receipt
+    usd: Decimal  # the reserved dollars; after the run's end the dollars of its receipt, if there is one
     by: str  # the driver or node that begins the run
     ended: bool = False
 
@@ -60,11 +60,11 @@ class CampaignLedger:
 
     @property
     def rest(self) -> Decimal:
-        """USD of the cap that no run holds."""
+        """USD of the cap that are not reserved for a run."""
         return self.max_usd - sum((run.usd for run in self.runs.values()), Decimal(0))
 
     def open_runs(self, by: str | None = None) -> list[str]:
-        """The runs that have not ended; with `by`, those of one driver."""
+        """The runs that have not ended. If `by` is given, only those of this driver."""
         return [name for name, run in self.runs.items() if not run.ended and by in (None, run.by)]
 
     def reserved(self, run: str, usd: Decimal, *, by: str, approved: str) -> CampaignLedger:
@@ -138,8 +138,8 @@ class LedgerObject:
 
     def change(self, make: Callable[[CampaignLedger], CampaignLedger]) -> CampaignLedger:
         """Puts what `make` returns for the current ledger, and returns it. `make` is called again if another writer
-        came first, or if the answer to a put was lost; so it must return a ledger that already has its change
-        unchanged. Raises LedgerLostError, and what `make` raises.
+        came first, or if the answer to a put was lost; so if the ledger already has the change, `make` must return it
+        as it is. Raises LedgerLostError, and what `make` raises.
         """
         lost: StoreError | None = None
         for _ in range(TRIES):

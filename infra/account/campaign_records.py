@@ -27,7 +27,7 @@ class CampaignRecords:
     store: LedgerObjects
 
     def add_draw(self, number: int, values: Mapping[str, str]) -> bool:
-        """Records the draw with this number. Returns False if another machine has already recorded one."""
+        """Records the drawn values with this number. Returns False if another machine has already recorded one."""
         try:
             self.store.put_bytes(write_values(values), f"{DRAWN}{number:04}.json", over=ABSENT)
         except TakenError:

@@ -1,4 +1,6 @@
-"""Checks of `gpufleet doctor`: credentials, roles, offers, AMI, disk key, inputs. They only read."""
+"""The checks of `gpufleet doctor` on credentials, roles, offers, AMI, disk key and inputs. The checks change
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,15 @@ DLAMI_OWNER = "898082745236"  # the account that publishes the Deep Learning AMI
 GRANT_OPERATIONS = (
     "Decrypt Encrypt GenerateDataKey GenerateDataKeyWithoutPlaintext ReEncryptFrom ReEncryptTo CreateGrant DescribeKey"
 )
-# The requests that EBS makes to a key in the name of the role that launches a node (EBS User Guide, requirements for
-# encryption, read 2026-11-25). EBS does not make the last three requests for every disk.
+# When a role launches a node, EBS makes these requests to the disk's key in the role's name (EBS User Guide,
+# requirements for encryption, read 2026-11-25). EBS does not make the last three requests for every disk.
 LAUNCH_OPERATIONS = ("CreateGrant", "Decrypt", "GenerateDataKeyWithoutPlaintext")
 SOME_OPERATIONS = ("DescribeKey", "ReEncryptFrom", "ReEncryptTo")
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A line of the report, with the command or change that solves the problem."""
+    """The result of one check, and the command or change that solves a problem."""
 
     name: str
     found: str
@@ -186,9 +188,9 @@ def ami(definition: StackDefinition, ec2: Any) -> Iterator[Check]:
 
 
 def disk_key(definition: StackDefinition, ec2: Any, kms: Any, iam: Any) -> Iterator[Check]:
-    """Whether the fleet can use the key that encrypts the disks: the key in the file, or else the account's default
-    key; for a disk from a snapshot, the key of the snapshot. A customer key must allow the fleet's role. The key in the
-    file must also allow the nodes, because it encrypts their bucket.
+    """Whether the fleet can use the key that encrypts the disks: the key in the file, or the account's default key if
+    the file has none; for a disk from a snapshot, the key of the snapshot. A customer key must allow the fleet's role.
+    The key in the file must also allow the nodes, because it encrypts their bucket.
     """
     own = definition.account.kms_key
     yield from _key("new disks are", own or str(ec2.get_ebs_default_kms_key_id()["KmsKeyId"]), definition, kms, iam)
@@ -213,11 +215,11 @@ def _key(disk: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -
         needs = f"the user who runs `up` launches, and needs {', '.join(LAUNCH_OPERATIONS)}"
         yield Check("disk key", f"{disk} encrypted with your key {key}: {needs}", "warning")
         return
-    key = str(metadata["Arn"])  # the account's default may be an alias, which is refused below
+    key = str(metadata["Arn"])  # the account's default key may be an alias, which is refused below
     grants = [_as_statement(grant) for grant in pages(kms, "list_grants", "Grants", KeyId=key)]
     policy = json.loads(kms.get_key_policy(KeyId=key, PolicyName="default")["Policy"]).get("Statement", [])
     for role in definition.fleet.market.roles:
-        if (described := _role(role, iam)) is None:  # service_roles reports a missing role
+        if (described := _role(role, iam)) is None:  # service_roles already reports a missing role
             continue
         arn = str(described["Arn"])
         wishes = {
@@ -253,8 +255,8 @@ def _key(disk: str, key: str, definition: StackDefinition, kms: Any, iam: Any) -
 
 
 def _bucket_key(key: str, definition: StackDefinition, kms: Any) -> Check:
-    """Whether nodes can use the bucket's key. Their role does not exist before `up`, so the answer is certain only if
-    the key's policy leaves the decision to the account's IAM policies.
+    """Whether nodes can use the bucket's key. The nodes' role does not exist before `up`, so IAM cannot be asked about
+    it. The answer is certain only if the key's policy leaves the decision to the account's IAM policies.
     """
     policy = json.loads(kms.get_key_policy(KeyId=key, PolicyName="default")["Policy"])["Statement"]
     root = f"arn:aws:iam::{key.split(':')[4]}:root"
@@ -277,8 +279,8 @@ def _bucket_key(key: str, definition: StackDefinition, kms: Any) -> Check:
 
 
 def _launching(operation: str, role: str, key: str, region: str) -> iam_policy.AccessRequest:
-    """The access request that the role makes to the KMS key when a node is launched. It comes through EC2, whose grants
-    are for AWS resources.
+    """The access request that the role makes to the KMS key when a node is launched. The request comes through EC2,
+    which asks for grants on behalf of AWS resources.
     """
     account = role.split(":")[4]
     context = {
@@ -343,7 +345,7 @@ def _snapshot(name: str, ec2: Any) -> dict[str, Any] | None:
 
 
 def _first(place: str, s3: Any) -> str:
-    """The key of some object below a prefix that has no manifest; a made-up key if there is no object."""
+    """The key of the first listed object below a prefix that has no manifest; a made-up key if there is no object."""
     bucket, _, path = place.removeprefix("s3://").partition("/")
     prefix = f"{path.strip('/')}/" if path.strip("/") else ""
     listed = refusals.absent(lambda: s3.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=10), "NoSuchBucket")
@@ -352,7 +354,7 @@ def _first(place: str, s3: Any) -> str:
 
 
 def secrets(definition: StackDefinition, client: Callable[[str, str], Any]) -> Iterator[Check]:
-    """Whether the job's secrets exist where the file says. Their values are not read."""
+    """Whether the job's secrets exist where the file says. The secrets' values are not read."""
     region, own = definition.fleet.region, definition.account.kms_key or ""
     for reference in dict.fromkeys(secrets_needed(definition.job.parameters).values()):
         service, _, name = reference.partition(":")
@@ -391,7 +393,7 @@ def _secret(name: str, manager: Any) -> str | None:
 
 
 def _prefix(key: str, place: str, listing: str, own: str | None, s3: Any, kms: Any) -> Check:
-    """Whether a prefix has its list of files, which `prepare` writes and a node reads first."""
+    """Whether a prefix has its list of files. `prepare` writes this list, and a node reads it first."""
     bucket, _, prefix = place.removeprefix("s3://").partition("/")
     place_of_list = {"Bucket": bucket, "Key": f"{prefix}/{listing}".lstrip("/")}
     listed = refusals.absent(lambda: s3.head_object(**place_of_list), "NoSuchBucket", "NoSuchKey", "404")

@@ -47,7 +47,9 @@ def pin(definition: StackDefinition, ssm: Any, say: Callable[[str], None] = prin
 
 
 def _pinned(image: str, login: str | None = None) -> str:
-    """The image with the digest of its tag. An image behind a `login` is returned unchanged: only nodes can read it."""
+    """The image with the digest of its tag. An image behind a `login` is returned unchanged, because only nodes can ask
+    its registry.
+    """
     if login is not None and not ecr.repository(image):
         if "@" in image:
             return image
@@ -87,7 +89,7 @@ def examine(definition: StackDefinition, root: Path, client: Callable[[str, str]
 
 
 def guarded(group: Callable[[], Iterator[Check]]) -> Iterator[Check]:
-    """The checks of a group. A check that AWS does not answer becomes a warning, so that the others still run."""
+    """The checks of a group. If AWS does not answer a check, the check becomes a warning, and the others still run."""
     try:
         yield from group()
     except (ClientError, BotoCoreError) as error:

@@ -66,7 +66,9 @@ def market(fleet: dict[str, Any]) -> str:
 
 
 def too_many(fleets: list[dict[str, Any]], definition: StackDefinition) -> list[dict[str, Any]]:
-    """The fleets that may launch, if they are more than the run needs: one, or with a fallback one in each market."""
+    """The fleets that may still launch nodes, if there are more of them than the run needs. A run needs one fleet; with
+    a fallback, one in each market.
+    """
     stands_by = definition.fleet.market.stands_by
     kinds = [market(fleet) if market(fleet) in stands_by else "" for fleet in fleets]
     return [fleet for fleet, kind in zip(fleets, kinds, strict=True) if kinds.count(kind) > 1]
@@ -78,12 +80,16 @@ def wants(fleet: dict[str, Any]) -> int:
 
 
 def is_over(fleet: dict[str, Any], now: datetime) -> bool:
-    """Whether the fleet can never launch again. A fleet whose target is 0 can: its target may be raised."""
+    """Whether the fleet can never launch again. A fleet whose target is 0 can launch again, because its target may be
+    raised.
+    """
     return fleet["FleetState"] in ENDED or has_expired(fleet, now)
 
 
 def why_needless(fleet: dict[str, Any], done: Done, now: datetime) -> str:
-    """A sentence about a fleet that launches nodes for a run that is over; empty while its node may still end it."""
+    """A sentence about a fleet that launches nodes for a run that is over; empty while the run's node may still end the
+    fleet.
+    """
     at = epoch(done.at)
     if (at is not None and now.timestamp() - at <= ENDING_S) or not may_launch(fleet, now):
         return ""
@@ -99,7 +105,9 @@ def end_command(fleet: dict[str, Any], region: str) -> str:
 
 
 def has_expired(fleet: dict[str, Any], now: datetime) -> bool:
-    """Whether the fleet has expired. Its end date decides, because AWS does not document the state of such a fleet."""
+    """Whether the fleet has expired. This follows from its end date, because AWS does not document the state of an
+    expired fleet.
+    """
     until: datetime | None = fleet.get("ValidUntil")
     return until is not None and until <= now
 

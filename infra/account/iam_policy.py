@@ -1,9 +1,9 @@
-"""Decides whether policy statements allow one request, by IAM's rules as far as they are certain.
+"""Decides whether policy statements allow one request. This module applies only those rules of IAM that are certain.
 
-There are three answers: True, False, and None if it cannot be known. None means that a condition depends on something
-unknown, or uses an operator that is not implemented here. AWS itself cannot answer for a service-linked role: IAM's
-simulator accepts only users as callers of a resource policy (API reference, SimulateCustomPolicy, CallerArn), and KMS's
-DryRun answers only for its caller. Both pages were read on 2026-11-25.
+There are three answers: True, False, and None if a condition depends on something unknown or uses an operator that is
+not implemented here. AWS itself cannot answer for a service-linked role: IAM's simulator accepts only users as callers
+of a resource policy (API reference, SimulateCustomPolicy, CallerArn), and KMS's DryRun answers only for its caller.
+Both pages were read on 2026-11-25.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class AccessRequest:
 
     action: str
     resource: str = "*"
-    principal: str = ""  # ARN; empty if the statements belong to the caller, and so name no principal
+    # the caller's ARN; empty if the statements are the caller's own policy, which names no principal
+    principal: str = ""
     context: Mapping[str, str | None] = field(default_factory=dict)
     complete: bool = True
 
@@ -66,8 +67,9 @@ def _named(statement: Statement, key: str, text: str, spelled: Callable[[str], s
 
 
 def _principal(statement: Statement, wish: AccessRequest) -> bool | None:
-    """Whether the statement's principal is the caller. If the principal is an account, the statement alone allows a
-    role nothing (the role's own policies decide), but it can deny. Sessions of roles and NotPrincipal give None.
+    """Whether the statement's principal is the caller. If the statement names the whole account, it can deny a role's
+    request, but it cannot allow one: the role's own policies decide. The answer is None for sessions of roles and for
+    NotPrincipal.
     """
     if "Principal" not in statement:
         return None

@@ -1,4 +1,5 @@
-"""Lists the leftovers of a stack in the account: each resource, its cost, and the way to remove it. It only reads.
+"""Lists the leftovers of a stack in the account: each resource, its cost, and the way to remove it. This module only
+reads.
 
 Tags alone are not enough, because a maintained fleet tags neither its spot nodes' disks nor their network interfaces.
 So the module goes from instances to their disks, and from the VPC to its contents. Everything in the stack's VPC counts
@@ -28,7 +29,7 @@ from gpufleet.job.contract.aws import FLEET_TAG
 from gpufleet.job.contract.reading import epoch
 from gpufleet.job.text import counted
 
-AMI, SNAPSHOT = "AMI", "snapshot"  # the kinds of what a bake keeps
+AMI, SNAPSHOT = "AMI", "snapshot"  # the kinds of resources that a bake keeps
 _T = TypeVar("_T")
 
 
@@ -44,11 +45,11 @@ class Left:
     ours: bool = True  # False if the resource looks like one of the stack, but nothing proves it
     # whether it belongs to somebody else, but lies in the stack's VPC and so blocks its deletion
     foreign: bool = False
-    # how to remove the resource; empty if another resource's removal removes it, or if it is being removed already
+    # how to remove the resource; empty if it goes with another resource, or is being removed already
     steps: tuple[removal.Step, ...] = ()
     owner: str = ""  # the owner in the resource's tag, if it is not the definition's owner
     launches: bool = False  # whether it costs nothing now but may launch a node at any time
-    unseen: bool = False  # whether AWS refuses to show such resources; the id or the note has AWS's answer
+    unseen: bool = False  # whether AWS refuses to show resources of this kind; the id or the note has AWS's answer
 
     @property
     def bills(self) -> bool:
@@ -62,7 +63,8 @@ class Left:
 
 def look(definition: StackDefinition, client: Callable[[str, str], Any], now: datetime) -> Iterator[Left]:
     """All leftovers: the most expensive kinds first, then parts of the network in the order in which AWS lets them be
-    deleted, and last the kinds that AWS did not show: a missing right for one kind must not hide a running node.
+    deleted, and last the kinds that AWS did not show. If the right to see one kind is missing, the others are still
+    shown.
     """
     region, unseen = definition.fleet.region, list[Left]()
     ec2 = client("ec2", region)
@@ -118,7 +120,7 @@ def look(definition: StackDefinition, client: Callable[[str, str], Any], now: da
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Within:
-    """Decides to whom a fleet or a node belongs."""
+    """Decides which owner a fleet or a node belongs to."""
 
     vpcs: frozenset[str]  # VPCs with the tags of the stack and of the file's owner
     subnets: dict[str, str]  # the VPC of each subnet in the stack's VPCs
@@ -141,7 +143,9 @@ def _nodes(ec2: Any, definition: StackDefinition, fleets: list[str]) -> list[dic
 
 
 def _subnets(ec2: Any, fleet: dict[str, Any]) -> Iterator[str]:
-    """The subnets in which the fleet launches: overrides name them, or for several nodes the template's interfaces."""
+    """The subnets in which the fleet launches: the fleet's overrides name them, or, for several nodes, the interfaces
+    of its launch template.
+    """
     for config in fleet["LaunchTemplateConfigs"]:
         named = [override["SubnetId"] for override in config.get("Overrides", []) if "SubnetId" in override]
         yield from named or _subnets_of_interfaces(ec2, config["LaunchTemplateSpecification"])
@@ -246,7 +250,7 @@ def _snapshots(ec2: Any, definition: StackDefinition, now: datetime) -> Iterator
 
 
 def _of_stack_and(definition: StackDefinition, ending: str) -> list[dict[str, Any]]:
-    """The filter for what the stack and its builder of this ending own."""
+    """The filter for the resources of the stack and of its builder whose name ends in this way."""
     return [{"Name": f"tag:{STACK_TAG}", "Values": [definition.name, f"{definition.name}{ending}"]}]
 
 
@@ -259,7 +263,9 @@ def _baked(
     now: datetime,
     delete: removal.Step,
 ) -> Left:
-    """What a bake keeps. Its price is that of full disks: AWS does not say how much a snapshot stores."""
+    """The resources that a bake keeps. Each is priced as a snapshot of a full disk, because AWS does not say how much a
+    snapshot stores.
+    """
     tags = aws.tags_of(described)
     until = epoch(tags.get(DELETE_AFTER, "")) or 0.0
     return Left(
@@ -325,7 +331,7 @@ def _buckets(s3: Any, definition: StackDefinition) -> Iterator[Left]:
             kind="bucket",
             id=name,
             note=f"{counted(len(sizes), 'object')}, {gb:.3f} GB" + (f", expiring {keep.expiry}" if keep.bucket else ""),
-            # a bill shows amounts from one cent on, and an empty bucket costs nothing
+            # a bill shows amounts of at least one cent, and an empty bucket costs nothing
             usd_per_month=gb * gb_price,
             asked_for=keep.bucket,
             steps=(removal.Bucket(name=name),),
@@ -413,8 +419,8 @@ def _network(ec2: Any, definition: StackDefinition, vpcs: list[dict[str, Any]], 
         for identifier, item in every.items():
             if item.get("State", "").lower() in ("deleting", "deleted") or _goes_with_its_vpc(item):
                 continue  # AWS still lists deleted endpoints for a while
-            attached = [attachment["VpcId"] for attachment in item.get("Attachments", [])]  # a gateway
-            # the instance to which a network interface belongs; the interface itself has no tag
+            attached = [attachment["VpcId"] for attachment in item.get("Attachments", [])]  # of a gateway
+            # a network interface has no tag, so the instance to which it belongs is looked up
             node = (item.get("Attachment") or {}).get("InstanceId", "")
             vpc = item.get("VpcId") or next(iter(attached), "")
             owner = owners[vpc] if vpc in owners else _other_owner(item, definition)
@@ -504,7 +510,7 @@ def _hourly(instance_type: str, region: str) -> Decimal:
             if kind == instance_type
             for zone in zones
         ]
-        return max([*elsewhere, *spot], default=Decimal(1))  # a type of unknown price must not look free
+        return max([*elsewhere, *spot], default=Decimal(1))  # a type whose price is not known must not look free
 
 
 def _price(item: str, region: str) -> Decimal:

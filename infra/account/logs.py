@@ -17,7 +17,8 @@ from gpufleet.job.contract.workdir import LOG
 
 POLL_S = 3.0
 GONE_POLLS = 20  # polls between two checks whether the run still has a fleet: S3 charges for listings
-LAST_S = 10.0  # wait after the end: docker's log driver sends every 5 s, and CloudWatch shows events seconds later
+# wait after the run's end: docker's log driver sends lines every 5 s, and CloudWatch shows them seconds later
+LAST_S = 10.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,8 +41,8 @@ class Reader:
         raise AwsRefused(self._silence())
 
     def follow(self) -> int:
-        """Prints lines as they come. Returns 0 once the run is done, and 1 if no node will go on with it. Raises
-        AwsRefused if there is no such run, or if its stack is destroyed, because no line would ever come.
+        """Prints lines as they come. Returns 0 once the run is done, and 1 if it is not done and no node will continue
+        it. Raises AwsRefused if there is no such run, or if its stack is destroyed, because no line would ever come.
         """
         has_said_why, polls, folder = False, 0, None
         while True:
@@ -50,7 +51,7 @@ class Reader:
             over = folder.read_done() if folder else None
             self._cloudwatch(group)
             if over:
-                if polls:  # the last lines, the receipt among them, are still on their way
+                if polls:  # CloudWatch may not show the last lines yet, which have the receipt
                     self.sleep(LAST_S)
                     self._cloudwatch(group)
                 if not self.seen:
@@ -75,7 +76,7 @@ class Reader:
         return end.detail if end else None
 
     def _silence(self) -> str:
-        """Why nothing is printed."""
+        """A sentence about why nothing is printed."""
         name, run = self.definition.run_argument, self.definition.run.id
         if self._folder() is None:
             return str(no_run(self.s3, self.definition))

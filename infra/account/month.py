@@ -1,7 +1,6 @@
-"""Sums the dollars of one owner in a calendar month: what the receipts say, and what runs may still spend.
-
-A run that goes on counts with the limit in its run.json. If the caller may not read this limit, the answer is an error,
-because the run might spend any amount.
+"""Sums the dollars of one owner in a calendar month. The sum has the dollars of the receipts, and for each run that
+goes on the limit in its run.json. If the caller may not read this limit, the answer is an error, because the run might
+spend any amount.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from gpufleet.job.text import counted
 class MonthUsd:
     """The USD of one owner in one month (UTC)."""
 
-    ended: Decimal  # by receipts; a receipt that names no owner counts for every owner
+    ended: Decimal  # dollars of the receipts; a receipt that names no owner is in the sum of every owner
     reserved: dict[str, Decimal]  # the limit of each run that goes on, by STACK/RUN
 
     @property
@@ -46,8 +45,8 @@ def look(
     *,
     but: Collection[str],
 ) -> MonthUsd:
-    """The month so far, with the runs that go on in `regions`, except those in `but` (STACK/RUN). Raises GpufleetError
-    if a run's limit cannot be read.
+    """The dollars of the month so far, with the runs that go on in `regions`, except the runs in `but` (STACK/RUN).
+    Raises GpufleetError if a run's limit cannot be read.
     """
     known, _ = receipts.read(root)
     ended = {
@@ -59,14 +58,15 @@ def look(
     reserved: dict[str, Decimal] = {}
     for run in (run for run in running if run.owner == owner):
         name = f"{run.stack}/{run.run.partition('/')[0]}"
-        if name not in {*but, *ended}:  # of stages the last one, whose fleet waits from the begin, has the whole limit
+        # in a run with stages, the last stage has the whole limit; its fleet exists from the beginning
+        if name not in {*but, *ended}:
             reserved[name] = max(reserved.get(name, Decimal(0)), _limit(run, client))
     return MonthUsd(ended=sum((usd for name, usd in ended.items() if name not in but), Decimal(0)), reserved=reserved)
 
 
 def require(rules: Policy | None, month: Callable[[], MonthUsd], usd: Decimal, spender: str) -> None:
-    """Raises GpufleetError if the `usd` that `spender` may spend are more than the rules still allow in this month. If
-    no rule limits the month, `month` is not called.
+    """Raises GpufleetError if `spender` may spend more USD than the rules still allow in this month. `month` gives the
+    sum so far; it is called only if a rule limits the month.
     """
     cap = rules.max_usd_per_month if rules else None
     if cap is None:

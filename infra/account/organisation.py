@@ -1,4 +1,6 @@
-"""Checks of `gpufleet doctor` for the definition's `account`: network and permissions boundary. They only read."""
+"""Checks of `gpufleet doctor` for the definition's `account`: network and permissions boundary. The checks only
+read.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def _misplaced(subnet: dict[str, Any] | None, vpc: str, zone: str) -> str:
 
 
 def _routes(tables: list[dict[str, Any]], subnet: str) -> list[dict[str, Any]]:
-    """The routes of the subnet's own route table, or else of the VPC's main route table."""
+    """The routes of the subnet's own route table, or of the VPC's main route table if the subnet has none."""
     for key, value in (("SubnetId", subnet), ("Main", True)):
         for table in tables:
             if any(association.get(key) == value for association in table["Associations"]):
@@ -142,7 +144,9 @@ _ANY_ACCOUNT = "000000000000"
 
 
 def _wishes(statement: dict[str, Any]) -> Iterator[iam_policy.AccessRequest]:
-    """The requests that the statement allows: each action on one resource, under the statement's own conditions."""
+    """The requests that the statement is meant to allow: each of its actions on one resource, under its own
+    conditions.
+    """
     actions, resources = (
         [named] if isinstance(named := statement[key], str) else named for key in ("Action", "Resource")
     )

@@ -1,4 +1,4 @@
-"""Checks of `gpufleet doctor` for Service Quotas: vCPUs of the fleet's types, and VPCs. They only read.
+"""Checks of `gpufleet doctor` for Service Quotas: vCPUs of the fleet's types, and VPCs. The checks only read.
 
 The codes come from public tables, read 2026-11-21, because AWS's documentation does not list them in one place. The P5
 spot code could not be confirmed, so `doctor` prints AWS's own name of each quota.
@@ -20,7 +20,7 @@ from gpufleet.infra.program.resources.tags import STACK_TAG
 
 TYPES_PER_CALL = 100  # the most types that DescribeInstanceTypes accepts
 USERS_SHOWN = 3
-VPCS_PER_REGION = "L-F678F1CE"  # 5 by default; it also sets the number of internet gateways (AWS General Reference)
+VPCS_PER_REGION = "L-F678F1CE"  # 5 by default; the quota for internet gateways follows it (AWS General Reference)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,12 +29,12 @@ class Need:
 
     code: str
     types: tuple[str, ...]
-    least: int  # if all nodes are of the smallest of `types`
-    vcpu: int  # if all nodes are of the largest
-    recommended: int  # with one more node, because EC2 still counts a node for a while after its end
+    least: int  # the vCPUs if all nodes are of the smallest of `types`
+    vcpu: int  # the vCPUs if all nodes are of the largest of `types`
+    recommended: int  # `vcpu` and one more node, because a node uses the quota for a while after its end
 
 
-_CODES = (  # a family of types, and for each market the quota that counts it; no quota here counts capacity blocks
+_CODES = (  # a family of types, and its quota in each market; no quota here limits Capacity Blocks
     (r"g|vt", {"spot": "L-3819A6DF", "on-demand": "L-DB2E81BA"}),
     (r"p[234]", {"spot": "L-7212CCBC", "on-demand": "L-417A185B"}),
     (r"p5", {"spot": "L-C4BD4855", "on-demand": "L-417A185B"}),
@@ -43,7 +43,7 @@ _CODES = (  # a family of types, and for each market the quota that counts it; n
 
 
 def quota_code(instance_type: str, capacity: str) -> str | None:
-    """The quota's code; None if the quota is not known (P6)."""
+    """The quota's code; None if the quota is not known, as for P6."""
     for family, codes in _CODES:
         if re.match(rf"({family})[0-9a-z-]*\.", instance_type):
             return codes.get(capacity)
@@ -73,7 +73,9 @@ def needs(fleet: Fleet, capacity: str) -> tuple[list[Need], list[str]]:
 
 
 def vcpu_quotas(definition: StackDefinition, service_quotas: Any, ec2: Any = None) -> Iterator[Check]:
-    """Whether each quota has enough vCPUs left for the run's nodes and one more, besides those that others use."""
+    """Whether each quota has enough vCPUs for the run's nodes and one more, when the vCPUs that others use are
+    subtracted.
+    """
     if not (counted_in := definition.fleet.market.quotas):
         return
     others = _others(definition, ec2 or aws.client("ec2", definition.fleet.region))
@@ -127,7 +129,7 @@ def _increase(definition: StackDefinition, service: str, code: str, wanted: int)
 
 def _others(definition: StackDefinition, ec2: Any) -> dict[str, dict[str, int]]:
     """For each quota, the vCPUs that each machine in the region uses, by the machine's id and type. This stack's own
-    machines are left out, because a new run takes their place.
+    machines are left out, because they end before a new run begins.
     """
     states = [("instance-state-name", ["pending", "running"])]
     machines = [

@@ -48,7 +48,8 @@ def refusal(error: Exception) -> AwsRefused | None:
         )
     if isinstance(error, exceptions.ClientError):
         return client_refusal(error)
-    ours = exceptions.ParamValidationError | exceptions.OperationNotPageableError  # a mistake of this program
+    # an error in this program, not an answer of AWS
+    ours = exceptions.ParamValidationError | exceptions.OperationNotPageableError
     if isinstance(error, exceptions.BotoCoreError) and not isinstance(error, ours):
         return AwsRefused(f"AWS could not be asked: {error}")
     return None
@@ -103,8 +104,9 @@ def client_refusal(error: exceptions.ClientError) -> AwsRefused:
 
 
 def _clocks(error: exceptions.ClientError, message: str) -> tuple[datetime, datetime] | None:
-    """This computer's time and AWS's time if they differ too much, or else None. Both times come from the message
-    ("expired: OURS is now earlier than LIMIT (THEIRS - 15 min.)"), or AWS's time from the date of the answer.
+    """This computer's time and AWS's time if they differ too much; otherwise None. Both times are in the message
+    ("expired: OURS is now earlier than LIMIT (THEIRS - 15 min.)"). If the message does not have AWS's time, it is the
+    date of the answer.
     """
     named = [datetime.strptime(moment, "%Y%m%dT%H%M%S%z") for moment in re.findall(r"\d{8}T\d{6}Z", message)]
     answered = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")

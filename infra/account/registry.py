@@ -1,6 +1,6 @@
 """Finds the digest of an image's tag, without docker.
 
-For a private repository of Amazon ECR it uses ECR's API. It asks any other registry by HTTP (OCI distribution
+For a private repository of Amazon ECR this module uses ECR's API. It asks any other registry by HTTP (OCI distribution
 specification 1.1) with an anonymous token, because a node has no login there.
 """
 
@@ -32,7 +32,8 @@ _DOCKER_HUB = {"docker.io": "registry-1.docker.io", "index.docker.io": "registry
 
 
 def digest(image: str) -> str:
-    """The digest (sha256:...) of an image. If the image already names its digest, this checks that it exists.
+    """The digest (sha256:...) of an image. If the image's name already has a digest, the function checks that this
+    digest exists.
 
     Asks the registry in the image's name, or the one in GPUFLEET_REGISTRY_ENDPOINT. Raises AwsRefused, and for a
     private ECR repository botocore's errors.
@@ -81,7 +82,9 @@ def _private(image: str) -> AwsRefused:
 
 
 def _ask(url: str, image: str, headers: dict[str, str]) -> HTTPMessage:
-    """The headers of the registry's answer. If the registry asks for a token, an anonymous one is sent."""
+    """The headers of the registry's answer. If the registry asks for a token, the request is repeated with an anonymous
+    token.
+    """
     try:
         return _get(url, headers)[0]
     except urllib.error.HTTPError as error:
@@ -103,7 +106,7 @@ def _ask(url: str, image: str, headers: dict[str, str]) -> HTTPMessage:
 
 
 def _token(challenge: str, image: str) -> str:
-    """An anonymous token to pull with, from the realm that the registry's challenge names."""
+    """An anonymous token to pull with, from the address in the registry's challenge."""
     fields = dict(re.findall(r'(\w+)="([^"]*)"', challenge))
     query = urllib.parse.urlencode({key: fields[key] for key in ("service", "scope") if key in fields})
     try:

@@ -47,7 +47,7 @@ from gpufleet.job.supervisor.receipt import text as receipt_text
 from gpufleet.job.supervisor.store import S3Store
 from gpufleet.job.text import counted, stamp
 
-WEIGHTS = (".safetensors", ".pt", ".bin")  # other results are small, or are evidence for the run's tables
+WEIGHTS = (".safetensors", ".pt", ".bin")  # files of other types are small, or prove the figures in the run's tables
 
 
 def keep(definition: StackDefinition, s3: Any, receipt: Path, root: Path) -> str:
@@ -74,11 +74,10 @@ def fetch(
     exports: bool,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Downloads the results, checks their sizes, and prints what is missing. Returns 0 if everything is there that this
-    kind of end leaves, else 1.
-
-    Every end leaves a receipt, or the records from which it is made here. A run that a limit or `gpufleet stop` ended
-    may have no results.json. By default it downloads the files that the bill's line `transfer of results` prices.
+    """Downloads the results, checks their sizes, and prints what is missing. Returns 0 if all files exist that a run
+    with this kind of end leaves; otherwise 1. Every run leaves a receipt, or the records from which this module makes
+    one. A run that a limit or `gpufleet stop` ended may have no results.json. By default it downloads the files that
+    the bill's line `transfer of results` prices.
     """
     folder = find_folder(s3, definition)
     if folder is None:
@@ -146,11 +145,11 @@ def _late(
     done: Done | None,
     say: Callable[[str], None],
 ) -> tuple[Done | None, bool]:
-    """For a run without a receipt: how it ended, by done.json or by its fleet (None if AWS does not say whether it goes
-    on); and whether its receipt could be made and is now in `target`.
+    """For a run without a receipt, returns two values. First, how the run ended, by done.json or by its fleet; None if
+    AWS does not say whether the run goes on. Second, whether a receipt could be made and is now in `target`.
     """
     done = done or cut_off(definition, folder.owner, objects, ec2, datetime.now(UTC))
-    if done is None:  # an earlier receipt in `target` stays: there may never be another
+    if done is None:  # an earlier receipt in `target` stays, because the run may never have another one
         return None, False
     before = earlier_receipt(target / RECEIPT)
     if before is None or before.at != done.at:  # the receipt is from an earlier run with this id
@@ -220,7 +219,7 @@ def _readable(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
 
 
-SIGNS = (bucket.ATTEMPTS, bucket.HEARTBEATS)  # objects that a node writes about itself while it lives
+SIGNS = (bucket.ATTEMPTS, bucket.HEARTBEATS)  # objects that a node writes while it runs
 GOES_ON = Done("", "", "", "")
 
 
@@ -228,8 +227,8 @@ def cut_off(
     definition: StackDefinition, owner: str, objects: Iterable[StoredObject], ec2: Any, now: datetime
 ) -> Done | None:
     """The end of a run that has no done.json. The run is over if its owner has neither a node nor a fleet that
-    launches; it then ended when its nodes last wrote. Returns GOES_ON, which has no reason, if the run may go on or no
-    node has begun it, and None if AWS does not say. (A run of another owner has its own bucket.)
+    launches; it then ended when its nodes last wrote. Returns GOES_ON, whose reason is empty, if the run may go on or
+    no node has begun it. Returns None if AWS does not say. (A run of another owner has its own bucket.)
     """
     written = [stored.written for stored in objects if stored.name.startswith(SIGNS)]
     if not written:
@@ -256,8 +255,8 @@ def make_receipt(
     say: Callable[[str], None],
 ) -> Receipt:
     """Makes the receipt. run.json is in `target`; `now` is in epoch seconds. `before` is an earlier receipt of the same
-    end: its facts about the fleet are kept, because AWS forgets them. Raises ValueError with the reason if the receipt
-    cannot be made.
+    run: its facts about the fleet are kept, because AWS soon stops showing them. Raises ValueError with the reason if
+    the receipt cannot be made.
     """
     try:
         run, store = load(target / RUN), S3Store(f"s3://{folder.bucket}/{folder.run}", client=folder.s3)
@@ -274,7 +273,7 @@ def make_receipt(
 
 def _history(definition: StackDefinition, ec2: Any, since: float) -> History | None:
     """The history of the run's fleet, which AWS shows for two days after the fleet's deletion. If a killed `up` has
-    left a second fleet, the history has both, because nobody knows any more to which fleet a node belonged.
+    left a second fleet, the history has both fleets, because it is no longer known to which fleet a node belonged.
     """
     try:
         fleets = fleets_of(ec2, definition)

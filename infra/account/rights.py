@@ -20,7 +20,7 @@ from gpufleet.infra.definition.bake import is_builder
 from gpufleet.infra.definition.model import StackDefinition
 
 AT_ONCE = 50  # the most actions in one request
-COMMANDS = "gpufleet's own"  # in the column `when`: a request that gpufleet's commands make
+COMMANDS = "gpufleet's own"  # the value of the column `when` for a request that gpufleet's commands make
 
 
 def declared(definition: StackDefinition) -> dict[str, list[str]]:
@@ -116,7 +116,9 @@ def check(definition: StackDefinition, sts: Any, iam: Any) -> Iterator[Check]:
 
 
 def _resource(definition: StackDefinition, action: str, account: str) -> str:
-    """The resource for which the action is checked, with a name as in this stack; resources of EC2 have no names."""
+    """The ARN of the resource for which the action is checked. The resource has a name as in this stack; resources of
+    EC2 have no names.
+    """
     service, _, verb = action.partition(":")
     made, place = f"gpufleet-{definition.name}-0000000", f"{definition.fleet.region}:{account}"
     of_profile = "InstanceProfile" in verb and verb != "ListInstanceProfilesForRole"

@@ -22,7 +22,7 @@ NO_RUN = (INPUTS, GRAPHS)  # folders of a stack's bucket that belong to no run
 
 
 def name_prefix(stack: str) -> str:
-    """The prefix of every name that the provider makes up for the stack's resources."""
+    """The prefix of the names of the stack's resources. The provider makes up the rest of each name."""
     return f"gpufleet-{stack}-"
 
 
@@ -39,7 +39,7 @@ class Buckets(NamedTuple):
 
     # the stack's buckets with their tags, newest first; several if an earlier one was kept
     ours: list[dict[str, Any]]
-    closed: dict[str, AwsRefused]  # buckets whose tags cannot be read, with AWS's answer
+    closed: dict[str, AwsRefused]  # names of buckets whose tags cannot be read, with AWS's answers
     untagged: list[str]  # buckets without tags whose names have the stack's prefix
 
 
@@ -89,8 +89,9 @@ class RunFolder:
     others: str = ""  # a sentence that names other buckets with a run of this name
 
     def is_of(self, owner: str) -> bool:
-        """Whether the run in the folder belongs to `owner`, as far as can be known. If the owner's bucket no longer
-        exists, this may be another owner's run with the same name, and its end says nothing about the owner's run.
+        """Whether the run in the folder belongs to `owner`, as far as this can be known. If the owner's bucket no
+        longer exists, the folder may be that of another owner's run with the same name. The end of that run says
+        nothing about the owner's run.
         """
         return self.owner in ("", owner)
 
@@ -130,8 +131,8 @@ class RunFolder:
 
 def find_folder(s3: Any, definition: StackDefinition) -> RunFolder | None:
     """The run's folder: in the newest of the stack's buckets that has it, and if possible in one of the file's owner.
-    None if no bucket has it. (There are several buckets after a destroy, or if a second person uses the same file.)
-    Raises AwsRefused if the only buckets that could have it do not show their tags.
+    None if no bucket has it. (A stack has several buckets if one was kept by a destroy, or if a second person uses the
+    same file.) Raises AwsRefused if the only buckets that could have it do not show their tags.
     """
     run = definition.run
     buckets, closed, _ = find_buckets(s3, definition.name)

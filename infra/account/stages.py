@@ -35,12 +35,12 @@ class StageSeen(NamedTuple):
 
     @property
     def is_called_off(self) -> bool:
-        """Whether the run was asked to end before this stage, which is not the first, had a node."""
+        """Whether the run was asked to end before this stage had a node. False for the first stage."""
         return bool(self.stage.before and self.folder and self.folder.is_called_off())
 
 
 def look(whole: StackDefinition, s3: Any) -> list[StageSeen]:
-    """Each stage as it is in the run's bucket, in order; a run without stages is its own only one."""
+    """Each stage as it is in the run's bucket, in order; a run without stages is a single stage."""
     folder, seen = find_folder(s3, whole), list[StageSeen]()
     for part in whole.parts:
         own = replace(folder, run=part.run.id) if folder else None

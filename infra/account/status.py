@@ -105,7 +105,7 @@ def report(definition: StackDefinition, ec2: Any, s3: Any, now: datetime, schedu
 
 def headline(lines: Sequence[str]) -> str:
     """The headline of a report: how the run ended, or what it is doing; and the money spent."""
-    texts = {line[:12].strip(): line[12:] for line in reversed(lines[1:])}  # the first line of each kind
+    texts = {line[:12].strip(): line[12:] for line in reversed(lines[1:])}  # by kind, the first line of that kind
     state = texts.get("done") or texts.get("progress") or "a node runs, but has not reported yet"
     if texts["node"] == "none" and "done" not in texts:
         state = f"no node; last {texts['progress']}" if "progress" in texts else "no node"
@@ -141,7 +141,7 @@ def _fleet(fleets: list[dict[str, Any]], owner: str, now: datetime) -> Iterator[
 
 
 def _switch(scheduler: Any, definition: StackDefinition, now: datetime) -> Iterator[str]:
-    """When AWS will start the on-demand fleet, by the schedule as it is now."""
+    """The line that says when AWS will start the on-demand fleet, by the current schedule."""
     try:
         for group in aws.pages(
             scheduler, "list_schedule_groups", "ScheduleGroups", NamePrefix=name_prefix(definition.name)
@@ -153,7 +153,7 @@ def _switch(scheduler: Any, definition: StackDefinition, now: datetime) -> Itera
             at = epoch(schedule["ScheduleExpression"][3:-1] + "Z") or 0.0
             hour = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M} UTC"
             if schedule["State"] == "DISABLED":
-                yield "switch      to on demand: off, as the run is over or its limits do not pay for it"
+                yield "switch      to on demand: off, as the run is over or the cost does not fit within its limits"
             elif at <= now.timestamp():
                 yield f"switch      to on demand: since {hour}, unless AWS has no capacity there"
             else:
@@ -219,7 +219,7 @@ def _gang(folder: RunFolder, definition: StackDefinition, now: datetime) -> Gene
 
 
 def _set_aside(stored: StoredObject, odd: list[str]) -> attempt.Aside:
-    """A callback that adds a sentence about a damaged object to `odd`."""
+    """A function that adds a sentence about a damaged object to `odd`."""
     return lambda why: odd.append(f"            {stored.name}: set aside: {why}")
 
 
@@ -238,7 +238,7 @@ def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, end
     own = next(
         (last for last, is_leader in zip(last_beats, leads, strict=True) if is_leader and last is not None), beat
     )
-    # of several nodes, only one with a recent heartbeat shows how the training goes
+    # if there are several nodes, only a node with a recent heartbeat shows the state of the training
     if (epoch(beat.ts) or 0) - (epoch(own.ts) or 0) <= AWAY_S:
         beat = own
     written = epoch(beat.ts)
@@ -254,7 +254,7 @@ def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, end
         yield f"progress    nothing logged by this node yet{on}"
     else:
         figures = (("loss {:.4f}", beat.loss), ("{:,.0f} tokens/s", beat.tok_s))
-        known = [form.format(value) for form, value in figures if value is not None]  # at first no speed is known
+        known = [form.format(value) for form, value in figures if value is not None]  # the speed is not known at first
         yield f"progress    {', '.join([f'phase {beat.phase}, step {beat.step}', *known])}"
     if beat.gpu_util is not None or beat.xids:
         gpus = (("{:.0f} % used", beat.gpu_util), ("{:.1f} GB", beat.gpu_mem_gb), ("{:.0f} °C", beat.gpu_temp_c))
@@ -267,7 +267,7 @@ def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, end
 
 
 def _goals(folder: RunFolder, definition: StackDefinition) -> Iterator[str]:
-    """The run's goals, with the reached figures if there is a receipt."""
+    """The run's goals; if there is a receipt, with the metric values that the run reached."""
     texts = [goal_text(name, figure) for name, figure in definition.goal.wanted.items()]
     with suppress(reading.DoubtError):
         texts = [grade.text for grade in parse(folder.read(RECEIPT) or b"").goals]

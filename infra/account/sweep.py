@@ -1,5 +1,5 @@
-"""Shows a stack's leftovers for `gpufleet sweep`, and removes them. It deletes only what carries the stack's tags and
-is not kept by the definition.
+"""Shows a stack's leftovers for `gpufleet sweep`, and removes them. `sweep` deletes only what carries the stack's tags
+and is not kept by the definition.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def delete(
         if not unwanted:
             return
         ending = any(not leftover.steps for leftover in unwanted)
-        # a resource of somebody else does not end by itself
+        # another owner's resource does not end by itself, so waiting does not help
         blocked = not ending and any(leftover.foreign and not leftover.owner for leftover in leftovers)
         freed = any(refusals.code(error) in IN_USE for error in refused.values()) and not blocked
         if waited >= TIMEOUT_S or not (progress or ending or freed):

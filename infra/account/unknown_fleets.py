@@ -1,8 +1,10 @@
-"""Finds fleets of a stack that are not in its Pulumi state: a killed `up` made them, and the engine forgot them.
+"""Finds fleets of a stack that are not in its Pulumi state: a killed `up` made them, and the Pulumi engine did not
+record them.
 
-The program looks for them with the shell's credentials before it declares anything. A component does not look, because
-its provider may have other credentials. A second fleet of the same run is an error: both would train it, and both would
-be billed. A fleet of another run is only a warning, since it may belong to another Pulumi stack with the same file.
+The program looks for them with the shell's credentials before it declares anything. The program does not look for them
+inside a component resource, whose provider may have other credentials. A second fleet of the same run is an error: both
+would train it, and both would be billed. A fleet of another run is only a warning, since it may belong to another
+Pulumi stack with the same file.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def look(
     """
     try:
         fleets = fleets_of(client("ec2", definition.fleet.region), definition, every_run=True)
-    except NoCredentialsError:  # the provider then makes nothing either, and says why
+    except NoCredentialsError:  # without credentials the provider makes nothing either, and says why
         return []
     except (ClientError, BotoCoreError) as error:
         return [f"gpufleet could not check for fleets that this stack's state does not know: {refusal(error)}"]

@@ -1,7 +1,7 @@
 """Waits for a node: `pulumi up` ends when AWS has accepted the fleet, not when it has a node.
 
-It reads the fleet's history, prints each new event once with what to do, and gives up at once if waiting cannot help.
-The last lines say why there is no node, in AWS's words if the cause is not known.
+`wait` reads the fleet's history, prints each new event once with what to do, and gives up at once if waiting cannot
+help. The last lines say why there is no node, in AWS's words if the cause is not known.
 
 Sources: event names are those of the EC2 API's EventInformation (botocore 1.44.5). Error names inside descriptions are
 the EC2 API's error codes, read 2026-11-25; public reports show that descriptions contain these codes, and in which
@@ -83,7 +83,8 @@ class WaitLoop:
             if stopped and not expired and not self.definition.before:
                 self._resting(fleet)
                 return 1
-            if stopped and not expired and self._is_called_off():  # otherwise the stage before may be handing on
+            # otherwise the stage before may be about to start this stage's fleet
+            if stopped and not expired and self._is_called_off():
                 return 0
             looking = launching if fleet in launching else [fleet]
             if not replaces(fleet) and (missing := self._missing(fleet)):
@@ -189,7 +190,9 @@ class WaitLoop:
         self.say(f"  {end_command(fleet, self.definition.fleet.region)}")
 
     def _for_nothing(self, fleet: dict[str, Any]) -> int:
-        """1 if the node is useless because its run is over, else 0. (Another owner's node trains that owner's run.)"""
+        """Returns 1 if the node is useless because its run is over, and 0 otherwise. (Another owner's node trains that
+        owner's run.)
+        """
         done = self._read_done(self.definition.run.owner) if self._ours(fleet) else None
         needless = why_needless(fleet, done, self.now()) if done else ""
         if needless:
@@ -265,7 +268,9 @@ class WaitLoop:
         return 1
 
     def _keeps_away(self, reasons: list[Reason]) -> None:
-        """Prints why there is no node: `reasons`, events of unknown cause, and nodes that started and ended."""
+        """Prints why there is no node: the `reasons`, events whose cause is not known, and nodes that started and
+        ended.
+        """
         for reason in reasons:
             self.say(f"  - {reason.cause}. {reason.remedy}")
         for words in self.unexplained:
@@ -295,13 +300,13 @@ class Reason:
     final: bool = False
 
 
-# Codes with which a running node ends (EC2 API, StateReason, read 2026-11-25). Other codes say why none started.
+# Codes that say why a running node ended (EC2 API, StateReason, read 2026-11-25). Other codes say why no node started.
 ENDS_OF_RUNNING = (
     "Server.ScheduledStop", "Server.SpotInstanceShutdown", "Server.SpotInstanceTermination",
     "Client.InstanceInitiatedShutdown", "Client.InstanceTerminated",
     "Client.UserInitiatedHibernate", "Client.UserInitiatedShutdown",
 )  # fmt: skip
-# Each pattern is searched for in "subtype: description"; the first that matches counts.
+# Each pattern is searched for in "subtype: description"; the first that matches gives the reason.
 _RULES = {
     r"PendingVerification": Reason(
         cause="AWS is still verifying this account",

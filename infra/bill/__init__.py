@@ -1,1 +1,1 @@
-"""Says what a run will cost before anything of it exists."""
+"""Computes what a run will cost, before any of its resources exists."""

@@ -94,7 +94,7 @@ def picture(usd: Quantiles, most: Decimal | None) -> Iterator[str]:
     bar = ["."] * width
     bar[low : high + 1] = ["="] * (high + 1 - low)
     if most is not None and end > most:
-        bar[min(width - 1, int(most / end * width))] = "!"  # the limit
+        bar[min(width - 1, int(most / end * width))] = "!"  # `!` marks the limit
     bar[low], bar[middle], bar[high] = "[", "|", "]"
     yield f"{start}{''.join(bar)}{right}"
 
@@ -133,13 +133,13 @@ def _charges(bill: Bill, usd: Quantiles) -> Iterator[str]:
 
 
 def figures_within(values: Quantiles) -> tuple[str, str, str]:
-    """p10, p50 and p90 as text, with as many decimals as their range justifies."""
+    """p10, p50 and p90 as text. The wider their range is, the fewer decimals they have."""
     return amount_within(values.p10, values), amount_within(values.p50, values), amount_within(values.p90, values)
 
 
 def amount_within(value: Decimal, within: Quantiles | None = None) -> str:
-    """The figure as text with three significant digits, or with the digits up to the third one of the range `within`.
-    From 0.1 on, it has at most two decimals; below 0.1, it has two digits of the range.
+    """The amount as text. The text has three significant digits, or the digits up to the third one of the range
+    `within`. An amount of at least 0.1 has at most two decimals; a smaller one has two digits of the range.
     """
     span = abs(value) if within is None else max(within.p90 - within.p10, within.p90 / 100)
     if not span:

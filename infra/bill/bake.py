@@ -28,13 +28,15 @@ def most_usd_per_month(catalog: Catalog, definition: StackDefinition) -> Decimal
 
 
 def usd(bake: Bake | BakedData) -> Decimal:
-    """All that it costs until it is deleted."""
+    """USD that the bake costs from its making until it is deleted."""
     lives = datetime.fromisoformat(bake.until) - datetime.fromisoformat(bake.made)
     return bake.builder_usd + bake.usd_per_month * Decimal(lives.total_seconds()) / 3600 / MONTH_H
 
 
 def lines(definition: StackDefinition, bill: Bill, root: Path) -> list[str]:
-    """The sentences about what the nodes start from and read that was baked; empty without any."""
+    """The sentences about the cost of the AMI from which the nodes start and of the snapshot of data that they read.
+    The list is empty if the definition uses neither.
+    """
     bake, data = bakes.read(definition, root), bakes.read_data(definition, root)
     sentences = (
         [] if data is None else [f"{_costs(data)} It is a copy of {data.place}, and costs {usd(data):.2f} in all."]
@@ -46,7 +48,9 @@ def lines(definition: StackDefinition, bill: Bill, root: Path) -> list[str]:
 
 
 def to_json(definition: StackDefinition, root: Path) -> list[dict[str, str]]:
-    """What the nodes start from and read that was baked, with keys as documented in docs/bill.md."""
+    """The AMI from which the nodes start and the snapshot of data that they read, if the definition uses them. The keys
+    are documented in docs/bill.md.
+    """
     baked = (bakes.read(definition, root), bakes.read_data(definition, root))
     return [
         {"id": one.id, "usd": f"{usd(one):.4f}", "usd_per_month": str(one.usd_per_month), "until": one.until}
@@ -60,7 +64,9 @@ def _costs(bake: Bake | BakedData) -> str:
 
 
 def pays_after(bake: Bake, usd_per_hour: Decimal) -> str:
-    """After how many starts of nodes at this price the AMI has paid for itself."""
+    """A sentence: after how many starts of nodes, at this price per node-hour, the AMI has saved as much as it
+    costs.
+    """
     saved = bake.pulled_s / 3600 * usd_per_hour
     if not saved:
         return "Its builder pulled the images in no time."

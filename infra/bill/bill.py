@@ -28,7 +28,7 @@ class Cap:
     probability: float  # probability that a limit stops the run before the work is done
     first: str  # the key of the limit that stops the run first
     at_hours: Decimal  # the node-hours at which that limit stops the run
-    deadline: Deadline | None = None  # only shown: no figure of the bill depends on the clock
+    deadline: Deadline | None = None  # only for display: no amount of the bill depends on the clock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,9 @@ class KeptStorage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chance:
-    """A goal, and the share of simulated runs that finish and meet it; None if only the run itself can show it."""
+    """A goal, and the share of simulated runs that finish and meet the goal. The share is None if a simulation cannot
+    show whether the goal is met.
+    """
 
     name: str
     wanted: Decimal
@@ -57,7 +59,7 @@ class Bill:
 
     stack: str
     scenario: str  # the name of a scenario in the stack's file; empty for the file itself
-    only_priced: str  # why this scenario cannot be run; empty if it can
+    only_priced: str  # why this scenario can only be priced; empty if it can also be run
     run: str
     region: str
     zones: tuple[str, ...]  # names of the definition's zones
@@ -67,16 +69,17 @@ class Bill:
     hours: Quantiles
     spot: Side | None
     on_demand: Side | None
-    chosen: Side  # the figures for the definition's own market
-    hazard: Decimal | None  # as the definition fixes it; None if it is drawn for each simulated run
+    chosen: Side  # the costs in the definition's own market
+    hazard: Decimal | None  # the hazard that the definition fixes; None if the hazard is drawn for each simulated run
     chance: Hazard | None  # hazard per node-hour, with its source; None if AWS does not interrupt nodes
     cadence: BestInterval | None  # the checkpoint interval that costs least; None if AWS does not interrupt nodes
     # (word, hazard per node-hour, mean USD); empty if AWS does not interrupt nodes
     usd_at_hazard: tuple[tuple[str, float, Decimal], ...]
-    span_usd: Mapping[str, tuple[Decimal, Decimal]]  # (p10, p90) to finish if only `speed` or only `price` is unknown
+    # (p10, p90) of the cost to finish, if only `speed` or only `price` is uncertain
+    span_usd: Mapping[str, tuple[Decimal, Decimal]]
     measured_usd: (
         Quantiles | None
-    )  # the range to finish that a calibration would leave; None if there is one, or if the run has no end
+    )  # the range of the cost to finish after a calibration; None if there is one already, or if the run has no end
     # the hazard above which on demand is cheaper; None if spot is cheaper at any hazard up to 10, or if a price is
     # missing
     break_even_hazard: float | None
@@ -90,7 +93,7 @@ class Bill:
     max_price_age_days: int  # from the definition: the bill warns of older prices
     calibrated: bool
     goals: tuple[Chance, ...]
-    buys: Quantiles | None  # hours of training that the limits pay for, if the file does not say how long the run is
+    buys: Quantiles | None  # hours of training that fit within the limits, if the file does not say how long the run is
     hourly_usd: Mapping[str, Decimal]  # USD per node-hour of each hourly line other than compute
 
     @property
@@ -100,5 +103,5 @@ class Bill:
 
     @property
     def title(self) -> str:
-        """The name of the stack, and of its scenario if it has one."""
+        """The name of the stack, and of the scenario if the bill is that of a scenario."""
         return f"{self.stack}, scenario {self.scenario}" if self.scenario else self.stack

@@ -1,8 +1,8 @@
 """Computes what a campaign costs: the sum of its runs, how many of them fit under its cap, and the hours until its end.
 
-In each simulated case, all runs share one draw of speed and prices, and each run has its own draw of interruptions. The
-campaign is then played as it would be carried out. If it has a pruner, it is played a second time: each run then does
-only the share of its work that infra/search.py draws for it.
+In each simulated case, all runs have the same random speed and prices, and each run has its own random interruptions.
+The campaign is then played as it would be carried out. If it has a pruner, it is played a second time: each run then
+does only a share of its work, which infra/search.py draws at random.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from gpufleet.infra.show.sheet import Column, Sheet, plain
 from gpufleet.job.kind.batch import is_endless, total_steps
 from gpufleet.job.text import counted
 
-PLAYED = 400_000  # runs in all cases together, which take Python a second
-ORDERED = 1_000  # runs in all simulated orders together, which take Optuna's median pruner a second
+PLAYED = 400_000  # total number of runs in all cases; to play them takes Python a second
+ORDERED = 1_000  # total number of runs in all simulated orders; Optuna's median pruner needs a second for them
 SHOWN = 12  # most runs in the table
 
 
 class PricedTrial(NamedTuple):
-    """One run of a campaign with its bill. `label` is for people. If its limit would be below `least_usd`, it does not
-    begin.
+    """One run of a campaign with its bill. `label` is for people. A run does not begin if its limit would be below
+    `least_usd`.
     """
 
     label: str
@@ -44,7 +44,7 @@ class PricedTrial(NamedTuple):
     least_usd: Decimal
     max_usd: Decimal
     max_hours: Decimal
-    steps: int | None = None  # the steps of its work; None if not declared
+    steps: int | None = None  # the steps of its work; None if the definition does not declare them
 
     @classmethod
     def build(cls, label: str, definition: StackDefinition, bill: Bill, *, is_made: bool) -> PricedTrial:
@@ -63,7 +63,7 @@ class PlayedCampaigns(NamedTuple):
     hours: Quantiles
 
     def text(self, count: int) -> str:
-        """The figures of a campaign of `count` runs."""
+        """A sentence with these quantiles, for a campaign of `count` runs."""
         return (
             f"{_range(self.begun, 0)} of {count} begin in eight campaigns of ten, cost {_range(self.spent, 2)} USD, and"
             f" take {_range(self.hours, 1)} wall-clock hours"
@@ -72,13 +72,13 @@ class PlayedCampaigns(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CampaignBill:
-    """The figures of a campaign. `usd`: the cost of all its runs if there were no cap."""
+    """The costs of a campaign. `usd`: the cost of all its runs if there were no cap."""
 
     trials: tuple[PricedTrial, ...]
     described: CampaignFile
     usd: Quantiles
     played: PlayedCampaigns
-    stopped: PlayedCampaigns | None  # as played with the pruner
+    stopped: PlayedCampaigns | None  # the campaign as it is played with the pruner
 
     def lines(self) -> Iterator[str]:
         """The table, and sentences about the campaign's cost."""
@@ -122,8 +122,8 @@ class CampaignBill:
         return (
             f"With {of.pruner}, which judges {of.metric} every {counted(of.every or 1, 'step')}:"
             f" {self.stopped.text(len(self.trials))}. This assumes that good and bad runs come in any order, that"
-            " each keeps its rank from its first figure on, and that a run which loses stops at once. If each run is"
-            " better than all before it, none is stopped."
+            " each keeps its rank from its first metric value on, and that a run which loses stops at once. If each"
+            " run is better than all before it, none is stopped."
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -163,7 +163,9 @@ def price(trials: Sequence[PricedTrial], described: CampaignFile) -> CampaignBil
 
 
 def _shares(trials: Sequence[PricedTrial], described: CampaignFile, cases: int) -> Floats:
-    """For each run in each case, the share of its dollars and hours (set-up, work) at which the pruner stops it."""
+    """For each run in each case, the share of its dollars and of its hours that the run has used when the pruner stops
+    it.
+    """
     judgements = [max(1, (trial.steps or 0) // (described.every or 1)) for trial in trials]
     orders = search.simulate_shares(described, judgements, max(3, min(20, ORDERED // len(trials))))
     work = np.array([orders[case % len(orders)] for case in range(cases)]).T

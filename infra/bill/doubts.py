@@ -22,8 +22,9 @@ from gpufleet.job.contract.aws import NOTICE_S
 from gpufleet.job.kind import JobConfig, batch
 from gpufleet.job.text import counted
 
-_IMAGE_AND_SYSTEM_GIB = 30  # what image and system are assumed to take on the root disk
-_FREE_SHARE = Decimal("0.1")  # above this share of free node-hours, p50 falls while interruptions rise
+_IMAGE_AND_SYSTEM_GIB = 30  # assumed size of image and system on the root disk
+# if a larger share of the node-hours is free, p50 falls when interruptions become more frequent
+_FREE_SHARE = Decimal("0.1")
 _EMPTY_SHARE = 0.05  # the bill warns if a larger share of a step's rows is empty
 _SPOILS = Decimal("1.25")  # the bill advises against a zone that costs this many times as much as the next one
 _SPREAD = 2  # the bill warns if the dearest spot zone costs this many times as much as the cheapest
@@ -133,7 +134,8 @@ def _leave_out(definition: StackDefinition, zones: Sequence[SpotPrice], prefix: 
     *others, high = zones
     if not others or high.price.amount < _SPOILS * others[-1].price.amount:
         return ""
-    remaining = others[:1] if definition.fleet.is_gang else others  # several nodes are always in one zone
+    # the nodes of a run with several nodes are always in one zone
+    remaining = others[:1] if definition.fleet.is_gang else others
     named = ", ".join(sorted(prefix + zone.zone for zone in remaining))
     subnets = ", and account.vpc.subnets by these" if definition.account.vpc else ""
     return f". Without {prefix}{high.zone} that is {remaining[-1].price.amount}: fleet.zones: [{named}]{subnets}"

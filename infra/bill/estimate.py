@@ -1,9 +1,9 @@
 """Computes the bill of a run from its definition and the catalog.
 
-The lines are exact, and price the run without interruptions. One more line, `interruptions`, makes their sum the p50 of
-the simulation. It can be negative, because AWS does not charge a first hour that it interrupts, and because a limit may
-end the run. (The table shows separately what a limit cuts off, and what unknown speed, price and set-up add.) The only
-date is `today`, which gives spot prices their age.
+The lines are the exact cost of the run without interruptions. One more line, `interruptions`, is added, so that the sum
+of all lines is the p50 of the simulated runs. This line can be negative, because AWS does not charge a first hour that
+it interrupts, and because a limit may end the run. (The table shows separately what a limit cuts off, and what unknown
+speed, price and set-up add.) The only date is `today`, which gives spot prices their age.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def price(
     runs: int = simulation.RUNS,
     **known: Any,
 ) -> Bill:
-    """The bill by `price_of`. `known`: fields of the BillBasis other than definition and catalog."""
+    """The bill that `price_of` makes. `known`: the fields of BillBasis other than definition and catalog."""
     return price_of(BillBasis(definition, catalog, **known), not_ready=not_ready, runs=runs)
 
 
@@ -161,7 +161,9 @@ def _cap(definition: StackDefinition, chosen: Side) -> Cap:
 
 
 def _kept_storage(definition: StackDefinition, catalog: Catalog) -> KeptStorage:
-    """What keeping the run's objects costs. (Job archive and dataset belong to the stack; a destroy deletes them.)"""
+    """The storage that the run's objects need after `pulumi destroy`, and its cost. (Job archive and dataset belong to
+    the stack; a destroy deletes them.)
+    """
     keep, nothing = definition.storage.keep, Decimal("0.0000")
     if not keep.bucket:
         return KeptStorage(

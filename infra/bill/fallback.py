@@ -3,8 +3,8 @@ the deadline.
 
 `up` declares the hour of the switch, and nodes postpone it as work gets done (job/supervisor/switch.py). The hour is
 the deadline minus the time for the stop, a start, the rest of the work on demand and a margin. The dollars assume that
-AWS then has on-demand capacity. AWS does not promise this, so the bill also shows the share of runs that would find
-none if a certain share of switches does.
+AWS then has on-demand capacity. AWS does not promise this, so the bill also shows the share of runs that find none, if
+a fixed share of all switches finds none (ON_DEMAND_MISSING).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gpufleet.job.contract.aws import SWITCH_MARGIN_S
 
 ON_DEMAND_MISSING = 0.05  # share of switches that find no on-demand capacity; an assumption without a public source
 
-SOONEST = timedelta(minutes=15)  # `up` makes its uploads and then the schedule within this time
+SOONEST = timedelta(minutes=15)  # `up` is assumed to finish its uploads and make the schedule within this time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,12 +50,13 @@ class Fallback:
     on_time: float
     switched: float
     missing: float  # share of runs that switch and find no on-demand capacity
-    paid_from_start: bool  # whether the limits pay for the whole work on demand
-    unpaid: float  # share of runs whose limits no longer pay for the rest when they would switch
+    paid_from_start: bool  # whether the cost of the whole work on demand fits within the limits
+    # share of runs for which the cost of the rest on demand no longer fits within the limits at the time of the switch
+    unpaid: float
 
     @property
     def needed_h(self) -> float:
-        """A run that has done no work begins on demand this many hours before the deadline."""
+        """Hours before the deadline at which a run that has done no work must begin on demand."""
         return self.stop_h + self.start_h + self.work_h + self.margin_h
 
     def row(self) -> tuple[str, Quantiles]:
@@ -84,7 +85,9 @@ class Fallback:
         return document
 
     def run_json(self) -> dict[str, Any]:
-        """The section `fallback` of run.json: seconds from which a node computes the hour, and what a policy checks."""
+        """The section `fallback` of run.json: the seconds from which a node computes the time of the switch, and the
+        values that a policy checks.
+        """
         parts = {"work": self.work_h, "train": self.train_h, "start": self.start_h, "margin": self.margin_h}
         return {
             "usd_p90": str(self.usd.p90),
@@ -93,7 +96,9 @@ class Fallback:
 
 
 def price_fallbacks(definition: StackDefinition, bill: Bill, now: datetime) -> list[Fallback]:
-    """The priced fallback; empty if the definition has none or can only be priced, or if a market has no price."""
+    """The priced fallback as a list of one. The list is empty if the definition has no fallback or can only be priced,
+    or if the price in one of the markets is missing.
+    """
     left_h, spot, on_demand = definition.hours_left(now), bill.spot, bill.on_demand
     if not definition.fleet.market.stands_by or bill.only_priced or left_h is None or not (spot and on_demand):
         return []
@@ -139,7 +144,8 @@ def price_fallbacks(definition: StackDefinition, bill: Bill, now: datetime) -> l
 
 def _launched(bill: Bill, dearest: Side) -> tuple[str, simulation.Exposure, float]:
     """The instance type that EC2 launches on demand, the exposure of a run on it, and its hours of training. EC2 takes
-    the listed type with the lowest hourly price: that is a fleet's default, and the provider has no setting for it.
+    the listed type with the lowest hourly price. This is the default of a fleet, and the provider has no setting for
+    it.
     """
     able = [option for option in bill.types if option.on_demand and option.runtime and option.holds_the_job]
     cheapest = min(
@@ -161,7 +167,7 @@ def _launched(bill: Bill, dearest: Side) -> tuple[str, simulation.Exposure, floa
 
 
 def fallback_problems(definition: StackDefinition, bill: Bill, fallbacks: Iterable[Fallback]) -> Iterator[Problem]:
-    """Problems of a fallback: there is no on-demand price, or the limits do not pay for half of the runs."""
+    """Problems of a fallback: there is no on-demand price, or fewer than half of the runs fit within the limits."""
     if not definition.fleet.market.stands_by or bill.only_priced:
         return
     if bill.on_demand is None:
@@ -174,7 +180,7 @@ def fallback_problems(definition: StackDefinition, bill: Bill, fallbacks: Iterab
 
 
 def switch_at(fallback: Fallback, deadline: datetime, now: datetime) -> datetime:
-    """The time of the switch that the program declares, for a run that has done no work yet. It is not earlier than
-    `up` can make the schedule, because AWS refuses a time that has passed.
+    """The time of the switch that the program declares, for a run that has done no work yet. The time is not earlier
+    than `up` can make the schedule, because AWS refuses a time that has passed.
     """
     return max(deadline - timedelta(hours=fallback.needed_h), now + SOONEST).replace(microsecond=0)

@@ -1,6 +1,6 @@
-"""Checks whether the job fits: GPU memory for each type and phase, host memory, and whether a save and its upload can
-be done within AWS's notice. If something does not fit, the module names the nearest change that would, but changes
-nothing.
+"""Checks whether the job fits: the GPU memory for each type and phase, the host memory, and whether a save and its
+upload end within AWS's notice. If something does not fit, the module names the smallest change with which it would fit,
+but changes nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notice:
-    """The seconds from AWS's notice to a published manifest in the worst case: a step has just begun."""
+    """The seconds from AWS's notice to a published manifest in the worst case, which is that a step has just begun."""
 
     type: str
     phase: str
@@ -92,7 +92,7 @@ def notices(
                 save_s=_save_s(size_gb / scratch_rate(instance, root), phase.step_ms / 1e3, stop_s, runtime),
                 hash_s=size_gb / SHA256_GB_S,
                 upload_s=size_gb / upload_rate(instance, estimate),
-                # as long as no rehearsal has shown that the command saves, it is assumed not to
+                # the command is assumed not to save, unless a rehearsal has shown that it does
                 saves=config.saves_on_signal is True,
             )
         )
@@ -105,8 +105,8 @@ def _save_s(predicted_s: float, step_s: float, stop_s: float | None, runtime: Ru
 
 
 def scratch_gb(config: JobConfig) -> float:
-    """GB of local disk that a run may need: for the best, the last and the last but one checkpoint, one that is being
-    written (x 1.2), exports and final weights.
+    """GB of local disk that a run may need: for four checkpoints (the best, the last, the last but one, and one that is
+    being written, times 1.2), exports and final weights.
     """
     exports = (*config.sizes().exports.values(), *config.sizes().final.values())
     largest = max(config.sizes().checkpoints[index] for index in range(len(config.phases())))
@@ -155,7 +155,7 @@ def _misfit_reason(config: JobConfig, instance: Instance, index: int, rung: Rung
 
 
 def _narrower(config: JobConfig, instance: Instance) -> str:
-    """The setting of the first variant with narrower state that fits; empty if none does."""
+    """The setting of the first variant of the job that has narrower state and fits; empty if none fits."""
     held = (variant.setting for variant in config.variants() if variant.narrower and _holds(variant.config, instance))
     return next(held, "")
 

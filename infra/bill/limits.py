@@ -22,12 +22,12 @@ from gpufleet.infra.risk.simulation import MINIMUM_H
 from gpufleet.job.kind import batch
 
 _HALF = "half of the simulated runs need this or more"
-AS_COUNTED = "as limits.max_usd counts it"  # with interrupted first hours, which AWS does not charge
+AS_COUNTED = "as limits.max_usd counts it"  # the dollars include interrupted first hours, which AWS does not charge
 
 
 def problems(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
-    """A problem for each limit that is below p50 plus the job's reserve to stop in, and for each other listed type on
-    which even an uninterrupted run exceeds a limit.
+    """Yields two kinds of problems. The first: a limit is below p50 plus what the job needs to stop cleanly. The
+    second: on another listed type, even an uninterrupted run exceeds a limit.
     """
     if batch.is_endless(definition.job.parameters):  # such a run trains until a limit stops it, so no limit is too low
         yield from _first_save(definition, bill)
@@ -69,7 +69,7 @@ def _first_save(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
 
 
 def _own(definition: StackDefinition, key: str) -> str:
-    """A sentence to add to a message: how to give a scenario its own limit; empty if it has one."""
+    """A sentence to add to a message, which says how to give the scenario its own limit; empty if it has one."""
     path = f"scenarios.{definition.scenario}.{key}"
     if not definition.scenario or definition.problem(key, "", "").path == path:
         return ""
@@ -130,8 +130,9 @@ def deadline_warnings(definition: StackDefinition, bill: Bill, now: datetime) ->
 
 
 def too_slow(bill: Bill, by_h: float, limit: str) -> str:
-    """Warns if the assumed speed was never measured: below which share of it `limit` ends the run before the work is
-    done. `by_h`: the hours after which that limit begins to stop the run. Empty if that share is below one half.
+    """A warning for a speed that was assumed and never measured. The warning says below which share of this speed
+    `limit` ends the run before the work is done. `by_h`: the hours after which the limit begins to stop the run. Empty
+    if that share is below one half.
     """
     share = slowest(bill.chosen, by_h)
     if bill.calibrated or not 0.5 < share < 1:
@@ -185,7 +186,9 @@ def slowest(side: Side, by_h: float) -> float:
 
 
 def _types(definition: StackDefinition, bill: Bill) -> Iterator[Problem]:
-    """Problems of the listed types other than the dearest one, whose p50 `problems` compares."""
+    """Problems of the listed types other than the dearest one. (For the dearest type, `problems` compares p50 with the
+    limits.)
+    """
     limits = definition.limits
     extras = float(sum(bill.hourly_usd.values()))
     for index, option in enumerate(bill.types):

@@ -22,7 +22,7 @@ MONTH_H = Decimal(730)  # AWS bills a month's price by hours of use; 730 = 365 x
 CENT_100 = Decimal("0.0001")
 FREE_IOPS, FREE_MIBPS = 3000, 125  # included in every gp3 volume
 KEPT_CHECKPOINTS = 3  # at most: the best one (if there are evaluations), the last, the last but one
-# requests per save besides those for the data: two small files, manifest, best.json, metrics, a listing
+# requests of each save in addition to those for its data: two small files, manifest, best.json, metrics, a listing
 SAVE_REQUESTS = 6
 # `up` uploads in parts of 5 MiB, the default of the provider's SDK (AWS SDK for Go v2, read 2026-11)
 INPUT_PART_BYTES = 5 * 1024 * 1024
@@ -45,8 +45,8 @@ NOT_PRICED = (
 )
 
 
-# The kind of a line decides how the job's meter counts it: compute at the price of each hour, hourly at the line's own
-# rate for each node-hour, fixed as billed. Names of lines are for people.
+# The kind of a line decides how the job's meter charges it: `compute` at the price of each hour, `hourly` at the line's
+# own rate for each node-hour, and `fixed` once, as in the bill. Names of lines are for people.
 Kind = Literal["compute", "hourly", "fixed", "interruptions"]
 
 
@@ -68,7 +68,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Charge:
-    """An hourly charge of a node in addition to compute: `units` times `price` for each `hours` hours."""
+    """An hourly charge of a node in addition to compute: `units` times `price` for every `hours` hours."""
 
     name: str
     item: str
@@ -78,7 +78,7 @@ class Charge:
 
     @property
     def usd_per_hour(self) -> Decimal:
-        """USD per node-hour, to a millionth, as the job's meter counts it."""
+        """USD per node-hour, rounded to a millionth, as the job's meter charges it."""
         return (self.units * self.price.amount / self.hours).quantize(Decimal("0.000001"))
 
     def line(self, node_hours: float) -> Line:
@@ -131,7 +131,8 @@ def account_discount(lines: Iterable[Line]) -> Decimal:
 def stored(definition: StackDefinition, dataset_bytes: int | None) -> StoredSizes:
     """Upper bound of the data in the bucket when the run has ended."""
     config = definition.job.parameters
-    # the phase that leaves most counts; a phase without optimizer steps saves no more than the phase before it
+    # the phase whose checkpoints are largest is used; a phase without optimizer steps saves no more than the phase
+    # before it
     kept_bytes = max(
         (KEPT_CHECKPOINTS - (1 if phase.evaluations else 2)) * config.sizes().checkpoints[index]
         + config.sizes().phase_ends[index]
@@ -237,7 +238,7 @@ def _disk(name: str, disk: Disk, catalog: Catalog, region: str) -> list[Charge]:
 
 
 def _address(definition: StackDefinition, catalog: Catalog) -> list[Charge]:
-    if definition.fleet.cards == "all":  # then the NAT gateway has an address, and the nodes have none
+    if definition.fleet.cards == "all":  # in this case the NAT gateway has a public address, and the nodes have none
         return []
     return [
         Charge(
@@ -249,7 +250,7 @@ def _address(definition: StackDefinition, catalog: Catalog) -> list[Charge]:
     ]
 
 
-# The hourly charges of a node. A new one needs a row of services.csv and a function here.
+# The hourly charges of a node. To add a charge, add a row to services.csv and a function here.
 HOURLY: tuple[Callable[[StackDefinition, Catalog], list[Charge]], ...] = (_disks, _address)
 
 

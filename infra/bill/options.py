@@ -27,16 +27,16 @@ Calibrations = Mapping[str, Calibration | RefusedCalibration]
 
 @dataclass(frozen=True, slots=True)
 class BillBasis:
-    """The data from which a bill is made; infra.bill.project.bill_basis collects them in a project."""
+    """The data from which a bill is made. `infra.bill.project.bill_basis` collects these data from a project."""
 
-    definition: StackDefinition  # the definition with the counts of its prepared dataset
+    definition: StackDefinition  # the definition, with the sizes of its prepared dataset filled in
     catalog: Catalog
     _: KW_ONLY
-    dataset_bytes: int | None = None  # None if the dataset is not prepared; its size is then assumed
+    dataset_bytes: int | None = None  # None if the dataset is not prepared: its size is then assumed
     calibrations: Calibrations = field(default_factory=dict)
     speeds: Speeds | None = None  # None for the speeds in the shipped table
     hazards: Hazards = field(default_factory=dict)  # used if the definition fixes no hazard
-    today: date | None = None  # the day to which prices' age counts; None for the day of the newest price
+    today: date | None = None  # the day at which the age of prices is measured; None for the day of the newest price
 
     def with_definition(self, definition: StackDefinition) -> BillBasis:
         """A copy for another form of the definition."""
@@ -50,16 +50,17 @@ class BillBasis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TypeCost:
-    """One listed instance type. `why` says what is missing for a price; empty if nothing is."""
+    """One listed instance type. `why` says why the type has no price; empty if it has one."""
 
     type: str
     instance: Instance
     runtime: runtimes.Runtime | None
     fits: tuple[fit.Fit, ...]
     notices: tuple[fit.Notice, ...]
-    offers: Mapping[Capacity, Offer]  # prices in the definition's own market, and in the markets that are compared
+    offers: Mapping[Capacity, Offer]  # prices in the definition's own market, and in those with which it is compared
     why: str
-    untried: str = ""  # a sentence, if it is not known whether a command fits in the memory of the type's GPUs
+    # a sentence if it is not known whether the command fits in the memory of the type's GPUs; otherwise empty
+    untried: str = ""
 
     def hourly(self, capacity: Capacity) -> Price | None:
         """The highest price per node-hour that the fleet may pay; None if it uses no nodes of this market."""
@@ -76,7 +77,7 @@ class TypeCost:
 
     @property
     def on_demand(self) -> Price | None:
-        """The on-demand price, even if the fleet does not buy on demand."""
+        """The on-demand price per node-hour, even if the fleet is not on demand."""
         return self.offers["on-demand"].price
 
     @property
@@ -97,7 +98,7 @@ def type_costs(basis: BillBasis) -> tuple[TypeCost, ...]:
 
 def dearest(types: Sequence[TypeCost], capacity: Capacity, extras_usd_h: float = 0.0) -> TypeCost | None:
     """The type on which the uninterrupted run costs most, among those on which the job fits, or among all if it fits on
-    none. `extras_usd_h`: the hourly price of disks and address, which a slow type needs for longer.
+    none. `extras_usd_h`: the hourly price of disks and address. On a slow type the run pays this price for longer.
     """
 
     def usd(option: TypeCost) -> float:
@@ -110,7 +111,7 @@ def dearest(types: Sequence[TypeCost], capacity: Capacity, extras_usd_h: float =
 
 
 def refuse(definition: StackDefinition, types: Sequence[TypeCost]) -> GpufleetError:
-    """The error, with the reasons, for a definition of which no listed type can be priced."""
+    """The error, with the reasons, for a definition none of whose listed types can be priced."""
     problems = fit_problems(definition, types)
     if problems:
         return DefinitionError(str(definition.source), problems)
@@ -155,7 +156,7 @@ CEILING = "a limit that the price of a listed type meets (a rule of policy.yaml 
 
 
 def pools(definition: StackDefinition, catalog: Catalog, capacity: Capacity) -> tuple[tuple[str, str], ...]:
-    """Every (type, zone) that the fleet may launch, without those that cost more than limits.usd_per_hour."""
+    """Every (type, zone) in which the fleet may launch, except those that cost more than limits.usd_per_hour."""
     fleet, ceiling, way = definition.fleet, definition.limits.usd_per_hour, WAYS[capacity]()
     return tuple(
         (type_, zone)
@@ -172,7 +173,7 @@ def offers_of(definition: StackDefinition, catalog: Catalog, type_: str) -> dict
 
 
 def listed(index: int) -> str:
-    """The path, in the definition, of the listed type with this index."""
+    """The path of the listed type with this index in the definition, such as fleet.types[0]."""
     return f"fleet.instance_types[{index}]"
 
 
@@ -198,7 +199,7 @@ def type_cost(
     price = offers[market.name].price
     config = config.completed(hours=market.node_hours(limits.max_hours, limits.max_usd, price))
     ranks = config.ranks(instance.gpu_count, definition.nodes)
-    try:  # a price in another market may be missing, because it only serves to compare
+    try:  # a price in another market may be missing, because it is only used for a comparison
         market.require(catalog, type_, definition.fleet)
     except PriceMissing as missing:
         why.append(str(missing))
@@ -235,8 +236,8 @@ def type_cost(
 
 
 def _is_of(definition: StackDefinition, type_: str, catalog: Catalog) -> bool:
-    """Whether estimate.step_ms applies to this type: it is listed, or has the same number and kind of GPUs as a listed
-    one.
+    """Whether estimate.step_ms applies to this type: the type is listed, or has the same number and kind of GPUs as a
+    listed type.
     """
 
     def device(name: str) -> tuple[str, float, int] | None:

@@ -1,11 +1,9 @@
-"""Computes how long a step of a user's own command takes on a node: by a figure in the file, by a measured figure, or
-by a guess from these.
+"""Computes how long a step of a user's own command takes on a node: from a time in the file, from a measured time, or
+from a guess based on these. A time is that of one kind and number of GPUs. For other nodes it is converted:
 
-A figure holds for one kind and number of GPUs. For other nodes it is converted:
-
-- to another kind of GPU by the ratio of speeds that other code showed (infra/evidence/speeds.py), if it is known; - to
-another number of GPUs in proportion: half as many take twice as long. Not every script gains that much from more GPUs,
-so the range is wider on that side. If a script's batch grows with its GPUs, it needs fewer steps in proportion.
+- to another kind of GPU by the ratio of the speeds of other code on both (infra/evidence/speeds.py), if it is known;
+- to another number of GPUs in proportion: half as many take twice as long. Not every script gains that much from more
+  GPUs, so the range is wider on that side. If a script's batch grows with its GPUs, it needs fewer steps in proportion.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ from gpufleet.infra.evidence.speeds import NOBODY, SpeedGroup, Speeds, shipped
 from gpufleet.infra.risk import unknown
 from gpufleet.job.kind import batch
 
-P90_SIGMAS = 1.2816  # p10 and p90 of a normal distribution lie this many sigmas from its middle
-SECOND_MS = 1000.0  # if a run declares hours, or nothing, its "step" is one second on the listed types
+P90_SIGMAS = 1.2816  # p10 and p90 of a normal distribution are this many sigmas away from its mean
+SECOND_MS = 1000.0  # if a run declares only hours, or nothing, its "step" stands for one second on the listed types
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """Milliseconds of a step (or of an epoch, if the run counts epochs) on `gpus` GPUs of one kind, and how far the
-    figure may be off, as sigmas of its logarithm.
+    """Milliseconds of a step (or of an epoch, if the run counts epochs) on `gpus` GPUs of one kind, and how wrong this
+    time may be, as sigmas of its logarithm.
     """
 
     gpu: Gpu
@@ -37,14 +35,14 @@ class StepTime:
     faster: float
     slower: float
     shared: float  # the part of both sigmas that is the same for the job on every GPU
-    said: str  # the source of the figure
-    guessed: bool = False  # whether the figure was measured on other GPUs and converted
+    said: str  # where the time comes from
+    guessed: bool = False  # whether the time was measured on other GPUs and converted
 
     def carried_over(self, gpu: Gpu, gpus: int, speeds: Speeds) -> StepTime | None:
-        """The step time on `gpus` GPUs of another kind; None if the peak of either GPU is not known."""
+        """The step time on `gpus` GPUs of another kind; None if the peak FLOP/s of one of the two GPUs is not known."""
         if (gpu, gpus) == (self.gpu, self.gpus):
             return self
-        times, sigma = gpus / self.gpus, 0.0  # the speed, relative to the number of GPUs of this figure
+        times, sigma = gpus / self.gpus, 0.0  # at first, the time is only converted to the number of GPUs
         if gpu != self.gpu:
             if not gpu.bf16_tflops or not self.gpu.bf16_tflops:
                 return None
@@ -67,21 +65,22 @@ class StepTime:
 def known_steps(
     definition: StackDefinition, catalog: Catalog, measured: Mapping[str, Calibration | RefusedCalibration]
 ) -> tuple[StepTime, ...]:
-    """The step times of a command, from its file and from measurements; none for a ready-made job. If a figure names no
-    number of GPUs, it holds for as many as the first listed type with this GPU has, or else the first listed type.
+    """The step times of a command, from its file and from measurements; none for a ready-made job. If a time in the
+    file names no number of GPUs, it is the time on as many GPUs as the first listed type with this GPU has; if no
+    listed type has this GPU, on as many as the first listed type has.
     """
     return tuple(_known(definition, catalog, measured))
 
 
 def step_time(known: Iterable[StepTime], instance: Instance, ranks: int, speeds: Speeds | None) -> StepTime | None:
-    """The step time on `ranks` GPUs of a type, by the least uncertain figure; None if no figure can be used."""
+    """The step time on `ranks` GPUs of a type, from the least uncertain time; None if no known time can be used."""
     there = (figure.carried_over(instance.gpu, ranks, speeds or shipped()) for figure in known)
     return min(filter(None, there), key=lambda figure: figure.faster + figure.slower, default=None)
 
 
 def untried(known: Sequence[StepTime], instance: Instance, ranks: int) -> str:
-    """A sentence, if the type's GPUs have less memory than those on which the command is known to run, and the file
-    does not say how much it needs; else empty.
+    """A sentence if the file does not say how much memory the command needs, and the type's GPUs have less memory than
+    those on which it is known to run; otherwise empty.
     """
 
     def holds(figure: StepTime) -> bool:
@@ -114,7 +113,7 @@ def _known(
         step_ms, basis = (
             (SECOND_MS, f"{config.path}.work") if stated is None else (float(stated[0]), "estimate.step_ms")
         )
-        # declared hours take equally long on every type, and are not an underestimate
+        # declared hours are the same on every type, and are not taken for too low
         bought = batch.is_endless(config)
         spread = (0.0, 0.0) if declared.hours is None else _spread(*declared.hours)
         if stated is not None:

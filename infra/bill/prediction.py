@@ -18,7 +18,7 @@ from gpufleet.job.kind.common import Say
 
 def predict(definition: StackDefinition, root: Path, now: datetime, say: Say) -> None:
     """Prints the first line of the bill with this dataset. Raises DefinitionError if p50 is above a limit, or if even
-    an uninterrupted run misses the deadline; the dataset stays.
+    an uninterrupted run misses the deadline. The dataset stays on the disk then.
     """
     bill = bill_of(definition, root, load_catalog(root, day=now.date()), today=now.date())
     for line in wrap(f"{bill.title}: {headline(bill)} The whole bill: `gpufleet cost {definition.argument}`"):

@@ -34,8 +34,8 @@ def bill_of(
     not_ready: Sequence[str] = (),
     but: Sequence[Path] = (),
 ) -> Bill:
-    """The bill, with the data under `root`. `hazards`: already learned hazards. `but`: traces to leave out. Raises like
-    price_of().
+    """The bill, with the data under `root`. `hazards`: hazards, if the caller has already learned them. `but`: traces
+    to leave out. Raises the errors of price_of().
     """
     learned = learn(observations(root, but=but)) if hazards is None else hazards
     return price_of(replace(bill_basis(definition, root, catalog), hazards=learned, today=today), not_ready=not_ready)
@@ -45,10 +45,9 @@ def bill_basis(
     definition: StackDefinition, root: Path, catalog: Catalog, types: Iterable[str] | None = None
 ) -> BillBasis:
     """The data in the folder `root` for this definition: the prepared dataset, and calibrations of the definition's
-    types or of `types`. For a command every calibration counts, since steps on other types are guessed from it.
-
-    If a scenario can only be priced and states the counts of its data, it keeps these counts: such a dataset does not
-    exist.
+    types or of `types`. For a command, calibrations of all types are used, because the times on other types are guessed
+    from them. A scenario that can only be priced may state the size of its data. The scenario keeps this size, because
+    such a dataset does not exist.
     """
     dataset = None if definition.own_data and definition.variant.only_priced else prepared_dataset(definition, root)
     asked = catalog.instances if definition.job.parameters.told_speed else types
@@ -63,7 +62,9 @@ def bill_basis(
 
 
 def _as_measured(definition: StackDefinition, calibrations: Calibrations) -> StackDefinition:
-    """The definition, in which the newest measurement replaces what the file says about saves."""
+    """A copy of the definition in which measured values replace what the file says about saves, if there is a
+    measurement.
+    """
     measured = [calibration for calibration in calibrations.values() if isinstance(calibration, Calibration)]
     if not measured:
         return definition
@@ -82,6 +83,6 @@ def _uploaded(definition: StackDefinition, root: Path) -> int | None:
     """
     if definition.job.parameters.dataset_kind:
         return None
-    from gpufleet.infra.inputs import folders  # imported here, because ready-made jobs have no such inputs
+    from gpufleet.infra.inputs import folders  # imported here, because ready-made jobs do not need it
 
     return folders.size(definition, root)

@@ -98,8 +98,9 @@ def outputs(bill: Bill) -> dict[str, str]:
 
 
 def rates(bill: Bill) -> dict[str, Any]:
-    """The types' hourly prices for the meter, which falls back to the on-demand price (or, if a type has none, to its
-    spot price). `gpus`: how many GPUs a node must have; a node with fewer is refused.
+    """The types' hourly prices for the meter. While AWS gives no spot price, the meter uses the type's on-demand price,
+    or the spot price of the bill if there is none. `gpus`: how many GPUs a node must have; a node with fewer is
+    refused.
     """
     prices: dict[str, Any] = {}
     for option in bill.types:
@@ -113,7 +114,9 @@ def rates(bill: Bill) -> dict[str, Any]:
 
 
 def extras(bill: Bill) -> dict[str, Any]:
-    """USD per node-hour of each hourly line except compute, and the sum of lines that do not depend on hours."""
+    """USD per node-hour of each hourly line except compute, and the sum in USD of the lines that do not depend on
+    hours.
+    """
     fixed = (line.amount for line in bill.lines if line.kind == "fixed")
     return {
         "hourly_usd": {name: str(usd) for name, usd in bill.hourly_usd.items()},
@@ -122,7 +125,7 @@ def extras(bill: Bill) -> dict[str, Any]:
 
 
 def predicted(bill: Bill) -> list[dict[str, Any]]:
-    """The prediction that the job prints before its first step."""
+    """The predicted figures that the job prints before its first step."""
     memory = {fit.phase: fit.needs_gb for fit in bill.fits if fit.type == bill.chosen.type}
     return [
         {

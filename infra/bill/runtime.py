@@ -2,10 +2,10 @@
 
 The time of a step follows from the job's shape: FLOP at the dense peak of the GPUs plus optimizer traffic at their
 memory bandwidth (the roofline), divided by the share of the roofline that such work reaches (infra/evidence/speeds.py).
-Or the definition states it: `estimate.step_ms`. Neither measures this job on this device, and the bill says so. A
-calibration does measure it, with the times of evaluations and saves, between phases and at the end. If optimizer
-traffic is small, as in all ready-made jobs except tinystories-growth, the share of the roofline is the MFU of a job in
-bf16.
+Or the definition states the time: `estimate.step_ms`. In both cases, nobody has measured this job on this device, and
+the bill says so. A calibration measures the time of a step, and the times of evaluations and saves, between phases and
+at the end. If optimizer traffic is small, as in all ready-made jobs except tinystories-growth, the share of the
+roofline is the MFU of a job in bf16.
 
 Constants without a source are our own assumptions.
 """
@@ -30,16 +30,18 @@ from gpufleet.job.kind.common import PhaseSize
 
 # minutes from launch to first step by family: boot, image pull (15-20 GB: 4-6 min), staging
 SETUP_MINUTES = {"g": 8.0, "p": 15.0}
-# seconds per save in addition to the copy; a save of 1.2 GB on a CPU with 2 cores blocked training for 0.35 s in all
+# seconds per save in addition to the copy to host memory; on a CPU with 2 cores, a save of 1.2 GB blocked training for
+# 0.35 s
 SAVE_BLOCKS_S = 0.1
-HOST_COPY_GB_S = 4.0  # GB/s from device to host, over PCIe 4.0 x8 that the step uses too
+HOST_COPY_GB_S = 4.0  # GB/s from device to host over PCIe 4.0 x8, while the training step uses it too
 NVME_WRITE_GB_S = 1.0
 SHA256_GB_S = 1.4  # measured on one core
-UPLOAD_GB_S = 1.02  # one measurement: 17.4 GB to S3 in 17 s on g5.12xlarge; at most the type's sustained network rate
+# one measurement: 17.4 GB to S3 in 17 s on g5.12xlarge; the bill uses at most the type's sustained network rate
+UPLOAD_GB_S = 1.02
 # seconds to decode one token of all sequences at once in plain PyTorch: kernel launches limit it; reading the weights
 # may take longer
 DECODE_S = 0.02
-_STEP_MS = "estimate.step_ms, one figure per phase with optimizer steps"
+_STEP_MS = "estimate.step_ms, one time per phase with optimizer steps"
 
 # Where step times come from: a calibration or receipt; figures of the definition; one of these, converted from other
 # GPUs; or the table of measured speeds.
@@ -55,16 +57,17 @@ class PhaseTime:
     name: str
     params_total: int
     params_active: int  # per token
-    flops_per_token: int  # useful work of training
+    flops_per_token: int  # of the training that is needed, without recomputation
     steps: int
     step_ms: float
-    limit_ms: float | None  # the roofline; None if a peak is not known
+    limit_ms: float | None  # the least time of a step by the roofline; None if a peak of the GPU is not known
     bound: str  # what takes most of a step according to the data sheet; empty if a peak is not known
     tokens_per_s: float
     mfu: float | None  # useful FLOP over the GPUs' dense bf16 peak, also for fp32; the job measures it in the same way
     saves: float  # checkpoints written: timed ones, at most one per evaluation, and one at the phase's end
     counts_steps: bool  # False if a "step" stands for a second
-    # steps, evaluations, samples, checkpoint stalls, growth before the phase, final upload after the last phase
+    # seconds of steps, evaluations, samples, checkpoint stalls, growth before the phase, and, for the last phase, of
+    # the final upload
     seconds: float
 
 
@@ -80,13 +83,13 @@ class Runtime:
     stalls_s: float  # checkpoint stalls
     growth_s: float
     upload_s: float  # final save, hash and upload
-    held_s: float  # idle time at the end: a buffer, or a node that is kept longer than its work
+    held_s: float  # idle time at the end: a buffer of the bill, or the time for which a node is kept after its work
     basis: str
     speed: SpeedBasis
     faster: float  # sigma of ln(actual / these hours of work) below the median
     slower: float  # the same sigma above the median
     shared: float = 0.0  # the part of both sigmas that is the same for the job on every GPU
-    setup_seen: bool = False  # whether a receipt measured the set-up
+    setup_seen: bool = False  # whether the set-up was measured in an earlier run
     setup_source: str = ""  # the canary that measured the set-up; empty if something else did
 
     @property
@@ -126,10 +129,10 @@ def hours(
 ) -> Runtime:
     """The time of the run on `nodes` nodes of `instance`.
 
-    `hold_hours`: each node is kept for at least so long. `buffer`: a share of the work, added at the end. `cards`: the
-    network cards over which nodes communicate. `calibration`: measurements of this job on one such node; figures of
-    `estimate` take precedence. `own`: the step time of a user's command there. `speeds`: measurements of other jobs and
-    GPUs, by default the shipped table. Raises GpufleetError if nothing gives a speed.
+    `hold_hours`: the least time for which each node is kept. `buffer`: this share of the work is added at the end.
+    `cards`: the network cards over which nodes communicate. `calibration`: measurements of this job on one such node;
+    figures of `estimate` take precedence. `own`: the step time of a user's command there. `speeds`: measurements of
+    other jobs and GPUs, by default the shipped table. Raises GpufleetError if nothing gives a speed.
     """
     sizes = config.phases()
     ranks = config.ranks(instance.gpu_count, nodes)
@@ -218,14 +221,18 @@ def hours(
 
 
 def upload_rate(instance: Instance, estimate: Estimate) -> float:
-    """GB/s from node to S3: the definition's figure, or else the measured one, at most the type's sustained rate."""
+    """GB/s from node to S3: the rate in the definition, or the measured one if there is none; at most the type's
+    sustained rate.
+    """
     if estimate.upload_gb_per_s is not None:
         return float(estimate.upload_gb_per_s)
     return min(UPLOAD_GB_S, instance.network_gbps / 8)
 
 
 def scratch_rate(instance: Instance, root: Disk) -> float:
-    """GB/s at which checkpoints are written locally: to the instance store if there is one, else to the root disk."""
+    """GB/s at which checkpoints are written locally: to the instance store if there is one, otherwise to the
+    root disk.
+    """
     if instance.nvme_gb:
         return NVME_WRITE_GB_S
     return min(root.throughput_mibps * 1.048576e-3, instance.ebs_gbps / 8)
@@ -283,7 +290,9 @@ def _step_ms(
     seen: PhaseSpeed | None,
     own: StepTime | None,
 ) -> float:
-    """Milliseconds per optimizer step of a phase; if it has no steps, of a step of its shape; 0 if no phase trains."""
+    """Milliseconds per optimizer step of a phase. For a phase without steps, the time that a step of its shape would
+    take. 0 if no phase trains.
+    """
     if not any(size.steps for size in sizes):
         return 0.0
     if estimate.step_ms is not None:
@@ -316,7 +325,9 @@ def _step_ms(
 def _bound(
     limits_ms: tuple[float, float] | None, launch_ms: float, exchange_ms: tuple[float, float], share: float
 ) -> str:
-    """What takes most of a step whose GPUs reach `share` of their roofline; empty if the roofline is not known."""
+    """What takes most of the time of a step whose GPUs reach `share` of their roofline; empty if the roofline is not
+    known.
+    """
     if limits_ms is None:
         return ""
     compute_ms, traffic_ms = (part / share for part in limits_ms)
@@ -354,8 +365,8 @@ def _beside_s(
     ended: bool,
 ) -> float:
     """Seconds of work other than steps: forward passes of evaluations and of whole-data passes, decoding, and other
-    work of the node's cores and GPUs. If `ended`, all of this except evaluations is already in the measured time after
-    the last step.
+    work of the node's cores and GPUs. If `ended`, only evaluations are included, because the rest is already in the
+    measured time after the last step.
     """
     token_s = step_ms / 1e3 / size.tokens_per_step * size.forward_share
     evaluation_s = size.evaluation_s(step_ms / 1e3)
@@ -377,9 +388,9 @@ def _beside_s(
 def _setup_s(
     instance: Instance, estimate: Estimate, calibration: Calibration | None, speeds: Speeds | None
 ) -> tuple[float, bool, str]:
-    """Seconds from launch to first step; whether they were measured; and the canary, if it measured them. A probe
-    measures only the trainer's part, and a receipt of this job measures all of it. Receipts of an earlier version of
-    the stack are better than the assumption, and so is the account's canary.
+    """Returns the seconds from launch to first step, whether they were measured, and the canary if it measured them. A
+    calibration measures only the trainer's part of the set-up; a receipt of this job has all of it. Receipts of an
+    earlier version of the stack are better than an assumption, and so is the account's canary.
     """
     kind = family(instance.type)
     if estimate.setup_minutes is not None:

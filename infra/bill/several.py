@@ -1,8 +1,8 @@
 """Computes what many runs under one budget cost together, for example a sweep.
 
-Interruptions and spot prices differ from run to run, so that the range of the sum is narrower than the sum of the
-ranges. But as long as nobody has measured the speed, all runs of one file may be equally slow. The module gives both
-sums; for a budget, use the second one until the job is calibrated.
+Interruptions and spot prices differ from run to run, so the range of the sum is narrower than the sum of the ranges.
+But while the speed is not measured, all runs of one file may be slower than assumed by the same factor. The module
+gives both sums; for a budget, use the second one until the job is calibrated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpufleet.job.text import counted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StackRuns:
-    """The runs of one file. `usd`: the dollars of each simulated run within the limits."""
+    """The runs of one file. `usd`: the cost of each simulated run within the limits, in USD."""
 
     name: str
     times: int
@@ -96,7 +96,7 @@ class Several:
 
 
 def repeated(bills: Sequence[tuple[StackDefinition, Bill]], times: int, today: date) -> Several:
-    """Each of the bills `times` times. The age of prices is counted to `today`."""
+    """Sums the bills, each for `times` runs. The age of prices is their age on the day `today`."""
     oldest = min((bill for _, bill in bills), key=lambda bill: bill.chosen.price.as_of)
     return Several(
         price_age=price_age(oldest, today),

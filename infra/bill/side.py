@@ -1,5 +1,5 @@
-"""Prices the run in one market, such as spot or on demand: on the dearest type and in the dearest zone that the fleet
-may pick.
+"""Prices the run in one market, such as spot or on demand. The price is that of the dearest type and zone that the
+fleet may pick.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from gpufleet.job.kind import JobConfig, batch
 from gpufleet.job.supervisor.forecast import RESERVE_S, Forecast
 
 UNBOUND = Limits(max_usd=Decimal(10**9), max_hours=Decimal(10**9))
-FEW = 2_000  # simulated runs for a figure that only serves to compare
+FEW = 2_000  # number of simulated runs for a cost that is only used for a comparison
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantiles:
-    """Quantiles and mean of one figure over the simulated runs."""
+    """Quantiles and mean of one quantity over the simulated runs."""
 
     p10: Decimal
     p50: Decimal
@@ -39,11 +39,11 @@ class Quantiles:
     mean: Decimal
 
     def plus(self, amount: Decimal) -> Quantiles:
-        """The figures, each increased by the same amount."""
+        """All quantiles and the mean, increased by this amount."""
         return Quantiles(p10=self.p10 + amount, p50=self.p50 + amount, p90=self.p90 + amount, mean=self.mean + amount)
 
     def times(self, count: int) -> Quantiles:
-        """The figures of `count` nodes, from those of one."""
+        """The quantiles and the mean of `count` nodes, from those of one node."""
         return Quantiles(p10=self.p10 * count, p50=self.p50 * count, p90=self.p90 * count, mean=self.mean * count)
 
 
@@ -80,13 +80,13 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Side(Prepared):
-    """A definition on one instance type, with its simulated runs. A figure is computed when it is first asked for: a
-    comparison has hundreds of sides and asks most of them for two or three.
+    """A definition on one instance type, with its simulated runs. Each figure is computed when it is first needed,
+    because a comparison has hundreds of sides, and needs only two or three figures of most of them.
     """
 
     within: simulation.SimulatedRuns = field(repr=False, compare=False)  # within the limits of the definition
     needed: simulation.SimulatedRuns = field(repr=False, compare=False)  # without the limits: until the work is done
-    # the same, if only interruptions differed from the lines
+    # without the limits, with interruptions but with the speed and the prices of the lines
     alone: simulation.SimulatedRuns = field(repr=False, compare=False)
 
     @cached_property
@@ -116,17 +116,19 @@ class Side(Prepared):
 
     @cached_property
     def metered_usd(self) -> Quantiles:
-        """needed_usd as the job's meter counts: interrupted first hours are not free."""
+        """needed_usd as the job's meter computes it, which charges interrupted first hours too."""
         return _usd(self, self.needed.metered_usd)
 
     @cached_property
     def alone_usd(self) -> Quantiles:
-        """needed_usd if only interruptions differed from the lines."""
+        """needed_usd with interruptions, but with the speed and the prices of the lines."""
         return _usd(self, self.alone.usd)
 
     @cached_property
     def interruptions(self) -> Quantiles:
-        """Whole numbers, except the mean, which a few runs with a high hazard dominate."""
+        """The number of interruptions. The quantiles are whole numbers. The mean depends mostly on a few runs with a
+        high hazard.
+        """
         return quantiles_of(self.within.interruptions.astype(float))
 
     @property
@@ -171,7 +173,7 @@ def prepare(
     bucket = lines.bucket_lines(definition, catalog, option.runtime, basis.dataset_bytes)
     offer = option.offers[capacity]
     chance = _chance(definition, option, basis.hazards) if WAYS[capacity].is_interrupted else 0.0
-    # only prices that differ by zone change with time
+    # only prices that differ by zone (spot prices) change with time
     age = ((basis.today or catalog.as_of) - hourly.as_of).days if offer.zones else 0
     return Prepared(
         option=option,
@@ -184,7 +186,7 @@ def prepare(
 
 
 def price_side(basis: BillBasis, types: Sequence[TypeCost], capacity: Capacity, *, runs: int) -> Side | None:
-    """The simulated side; None if `prepare` gives None."""
+    """The simulated side; None if `prepare` returns None."""
     prepared = prepare(basis, types, capacity)
     if prepared is None:
         return None
@@ -201,7 +203,9 @@ def settle(
     needed: simulation.SimulatedRuns,
     alone: simulation.SimulatedRuns,
 ) -> Side:
-    """The side, from runs simulated within the limits, without limits, and with interruptions alone."""
+    """The side from three sets of simulated runs: within the limits, without limits, and with interruptions as the only
+    uncertainty.
+    """
     known = {spec.name: getattr(prepared, spec.name) for spec in fields(Prepared)}
     return Side(**known, within=within, needed=needed, alone=alone)
 
@@ -215,7 +219,7 @@ def cadence(side: Side) -> BestInterval | None:
 
 
 def span_usd(side: Side) -> dict[str, tuple[Decimal, Decimal]]:
-    """p10 and p90 of USD to finish without interruptions, if only `speed` or only `price` is unknown."""
+    """p10 and p90 of the USD to finish without interruptions, if only `speed` or only `price` is uncertain."""
     of, total = side.exposure, side.total
     ranges = {}
     ends_h, compute_usd = of.phase_ends_h[-1], of.uninterrupted_h * of.compute_usd_h
@@ -235,8 +239,9 @@ def span_usd(side: Side) -> dict[str, tuple[Decimal, Decimal]]:
 def supposed(
     side: Side, *, interrupted: bool, measured: bool
 ) -> tuple[tuple[tuple[str, float, Decimal], ...], Quantiles | None]:
-    """USD to finish under other assumptions. First, if `interrupted`: for each word, (word, interruptions per
-    node-hour, mean USD). Second, if `measured`: the range as if the job had been measured on this GPU; else None.
+    """USD to finish under other assumptions. First, if `interrupted`: for each word, such as `low`, the word, its
+    interruptions per node-hour, and the mean USD. Second, if `measured`: the range as if the job had been measured on
+    this GPU; otherwise None.
     """
     unlimited, words = side.exposure.unlimited, HAZARD_WORDS if interrupted else ()
     exposures = [replace(unlimited.interruptions_alone, hazard=hazard) for _, hazard in words]
@@ -256,12 +261,12 @@ def exact(value: float) -> Decimal:
 
 
 def mean_usd(prepared: Prepared, outcome: simulation.SimulatedRuns) -> Decimal:
-    """The mean USD of the simulated runs, as settle() computes it."""
+    """The mean USD of the simulated runs, by the same rule as in settle()."""
     return prepared.total + exact(float(outcome.usd.mean() - prepared.exposure.uninterrupted_usd))
 
 
 def quantiles_of(values: Floats) -> Quantiles:
-    """The quantiles and the mean of one figure over the simulated runs, rounded as by `exact`."""
+    """The quantiles and the mean of one quantity over the simulated runs, rounded as by `exact`."""
     p10, p50, p90, mean = map(exact, simulation.quantiles(values))
     return Quantiles(p10=p10, p50=p50, p90=p90, mean=mean)
 
@@ -337,8 +342,8 @@ def _unknown(definition: StackDefinition, option: TypeCost, runtime: Runtime, pr
 
 
 def reserve_h(config: JobConfig, option: TypeCost) -> float:
-    """At the end of its work, the job's meter stops it this many hours before a limit, so that everything is saved in
-    time.
+    """Hours before a limit at which the job's meter stops the run at the end of its work, so that everything is saved
+    in time.
     """
     notice = [
         NoticeEstimate(type=noticed.type, phase=noticed.phase, seconds=noticed.total_s) for noticed in option.notices
@@ -352,10 +357,9 @@ def reserve_h(config: JobConfig, option: TypeCost) -> float:
 
 
 def _chance(definition: StackDefinition, option: TypeCost, hazards: Hazards) -> Hazard | float:
-    """Interruptions per node-hour: the definition's figure, or what was learned about the type, or the prior.
-
-    What was learned about one zone is used only for a fleet in that zone alone: any other fleet may get a zone without
-    history, so the figure of the type is used.
+    """Interruptions per node-hour: the value in the definition, the value learned for the type, or the prior, in this
+    order. The value learned for one zone is used only for a fleet in that zone alone. Any other fleet may get a zone
+    without history, so the value of the type is used.
     """
     fixed = definition.estimate.hazard_per_hour
     if fixed is not None:
@@ -365,7 +369,7 @@ def _chance(definition: StackDefinition, option: TypeCost, hazards: Hazards) -> 
 
 
 def _usd(of: Prepared, usd: Floats) -> Quantiles:
-    """The figures of simulated dollars: the exact total without interruptions plus the simulated difference, so that no
-    interruption costs exactly nothing.
+    """Quantiles and mean of the simulated dollars. The dollars are the exact total without interruptions plus a
+    simulated difference, which is exactly zero for a run without interruptions.
     """
     return quantiles_of(usd - of.exposure.uninterrupted_usd).plus(of.total)

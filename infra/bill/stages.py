@@ -2,8 +2,8 @@
 limits.
 
 A stage may use the file's limits minus what later stages need: the metered p50 and the clean stop of each. So a stage
-that costs too much takes no money from later stages, and money that it saves goes to them. The node counts what earlier
-stages have really spent (job/contract/spent.py).
+that costs too much takes no money from later stages, and money that a stage saves goes to later stages. The node
+includes what earlier stages have really spent (job/contract/spent.py).
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ COLUMNS = (
 def price_stages(
     whole: StackDefinition, price: Callable[[StackDefinition], Bill], today: date
 ) -> tuple[StagedBill | None, list[Problem]]:
-    """The bill, and reasons to refuse the definition. There is no bill if the limits do not pay for half of all runs.
-    `price` gives the bill of one stage; its errors are raised.
+    """The bill, and reasons to refuse the definition. There is no bill if fewer than half of all runs fit within the
+    limits. `price` gives the bill of one stage; its errors are raised.
     """
     needs = [_need(price(stage)) for stage in whole.stages]
     if wrong := list(_too_low(whole, needs)):

@@ -39,8 +39,8 @@ def render(
     fallbacks: Sequence[Fallback] = (),
 ) -> str:
     """The whole bill. Optional parts: `today` for the age of prices; `accuracy`, a Score of infra.evidence.receipts,
-    for how right earlier bills were; `cheaper`, the lines of infra.compare.cheaper; `fallbacks` for what the run costs
-    with them.
+    which says how right earlier bills were; `cheaper`, the lines of infra.compare.cheaper; `fallbacks`, with which the
+    run's cost is shown too.
     """
     types = [_types(bill)] if len(bill.types) > 1 else []
     options = [] if cheaper is None else [cheaper]
@@ -108,8 +108,8 @@ def _totals(bill: Bill, fallbacks: Sequence[Fallback]) -> Iterator[str]:
     if within:
         rows.append(figures("USD to finish, were there no limit", chosen.needed_usd))
     rows += _parts(bill)
-    # The mean is not shown, because it depends on a few runs that hardly get beyond a first hour: with 10,000 simulated
-    # runs it differs from that of a million.
+    # The mean is not shown, because it depends on a few runs whose nodes rarely last longer than an hour. Even with
+    # 10,000 simulated runs, it is not yet near the mean of a million.
     counted_usd = (*figures(f"USD {AS_COUNTED}", chosen.metered_usd)[:4], "-")
     beside = bill.cap is not None and counted_usd[2:4] != figures("", chosen.needed_usd)[2:4]
     if beside:
@@ -126,7 +126,7 @@ def _totals(bill: Bill, fallbacks: Sequence[Fallback]) -> Iterator[str]:
 
 
 def _parts(bill: Bill) -> Iterator[tuple[str, ...]]:
-    """The range of each single uncertainty, with everything else as in the lines; and the range after a calibration."""
+    """Rows with the range that each uncertainty alone would give, and with the range after a calibration."""
     if bill.market.is_interrupted:
         yield figures("  interruptions alone", bill.chosen.alone_usd)
     if bill.chosen.idle_usd.mean:
@@ -145,7 +145,9 @@ _SPEED = {"measured": "measured", "declared": "as declared", "guessed": "guessed
 
 
 def _limits_note(bill: Bill) -> str:
-    """What to add to "p50" if a limit may stop the run, because that p50 is not the cost to finish; else empty."""
+    """The words that follow "p50" if a limit may stop the run, because that p50 is not the cost to finish; otherwise
+    empty.
+    """
     if bill.buys is not None:
         return ""
     stopped = bill.chosen.probability_stopped >= 0.01 or bill.usd.p50 != bill.chosen.needed_usd.p50
@@ -153,7 +155,7 @@ def _limits_note(bill: Bill) -> str:
 
 
 def figures(name: str, values: Quantiles, digits: int | None = None) -> tuple[str, ...]:
-    """A row with QUANTILES of dollars or hours. `digits`: the number of decimals; None for as many as it needs."""
+    """A row with QUANTILES of dollars or hours. `digits`: the number of decimals; None to show all that are needed."""
     digits = (2 if values.p90 >= Decimal("0.1") else 4) if digits is None else digits
     return name, *(f"{value:.{digits}f}" for value in (values.p10, values.p50, values.p90, values.mean))
 
@@ -362,7 +364,7 @@ def _interruptions(bill: Bill) -> str:
 
 
 def _negative(bill: Bill) -> str:
-    """Why the line `interruptions` is negative; empty if it is not."""
+    """A sentence about why the line `interruptions` is negative; empty if it is not."""
     if interruptions_usd(bill) >= 0:
         return ""
     return " Their line is negative: AWS does not charge an interrupted first hour."
@@ -397,7 +399,7 @@ def _limits(bill: Bill, fallbacks: Sequence[Fallback]) -> str:
     notes = [fallback.sentence() for fallback in fallbacks]
     if cap.deadline is not None and not notes:
         notes.append(
-            f"limits.deadline, {deadline_text(cap.deadline)}, is not part of this chance, nor of any figure here:"
+            f"limits.deadline, {deadline_text(cap.deadline)}, is not part of this chance, nor of any time or cost here:"
             " `gpufleet compare` holds it against the hours."
         )
     return " ".join([sentence, *notes])

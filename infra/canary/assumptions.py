@@ -1,8 +1,6 @@
-"""What this project assumes about AWS, as rows of assumptions.yaml, and what a canary's facts say about each
-assumption.
-
-A row names one fact or one call, and one expectation. If the fact was not seen, the assumption is *not met*, never
-held.
+"""What this project assumes about AWS, as rows of assumptions.yaml, and what the facts of a canary say about each
+assumption. A row names one fact or one call to AWS, and what is expected of it. If the canary did not see the fact, the
+result is *not met*, and never *held*.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class Assumption:
     answer: str = ""  # a call (SERVICE.Operation) whose answer must have the fields `has`
     has: tuple[str, ...] = ()
     ask: str = ""  # a call (SERVICE.operation) that AWS must refuse with the code `refused`
-    given: Mapping[str, Any] | None = None  # the arguments of this call
+    given: Mapping[str, Any] | None = None  # the arguments of the call in `ask`
     refused: str = ""
     expected: tuple[str, Any] = ("", None)  # the expectation's name and value
 

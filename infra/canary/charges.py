@@ -20,7 +20,7 @@ from gpufleet.job import atomic
 from gpufleet.job.contract.receipt import Receipt, parse
 
 FOLDER = Path(".gpufleet", "canary", "receipts")  # receipts name runs and nodes, so they are not kept in proofs/
-_FACTS = "charged."  # the first part of these facts' names
+_FACTS = "charged."  # names of facts about charges begin with this
 
 
 def keep(receipts: Sequence[Receipt], proof: Path, root: Path) -> None:

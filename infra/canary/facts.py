@@ -15,8 +15,8 @@ from typing import Any
 LATE = "not within {:g} s"  # the value in place of a time that was not reached
 LONGEST = 2  # most items of a list in a recorded answer
 TAKEN_OUT = "(taken out)"
-# Keys in AWS's answers whose values are taken out, because they identify a person, an account or a machine, or are a
-# key, a token or a password.
+# Keys in AWS's answers whose values are taken out, because they identify a person, an account or a machine, or because
+# they are keys, tokens or passwords.
 _PRIVATE = {
     "accountid", "arn", "clienttoken", "displayname", "hostid", "keyname", "nexttoken", "ownerid", "principalid",
     "privatednsname", "publicdnsname", "requestid", "reservationid", "secretaccesskey", "sessiontoken", "userdata",
@@ -64,7 +64,7 @@ def redacted(value: Any) -> Any:
 
 
 class FlightFacts:
-    """The facts seen so far. Any thread may call it."""
+    """The facts seen so far. All methods may be called from any thread."""
 
     def __init__(self) -> None:
         self.seen: dict[str, list[Any]] = {}
@@ -99,7 +99,9 @@ class FlightFacts:
                 self.answers[name] = answer
 
     def lacking(self, call: str, paths: list[str]) -> list[str] | None:
-        """Those of the paths (such as Fleets[].FleetId) that all answers lack; None if no answer had items."""
+        """Those of the paths (such as Fleets[].FleetId) that are missing in all answers; None if no answer had
+        items.
+        """
         presence = [{path: _has(answer, path.split(".")) for path in paths} for answer in self._raw.get(call, [])]
         known = [by_path for by_path in presence if all(has is not None for has in by_path.values())]
         if not known:
@@ -108,7 +110,7 @@ class FlightFacts:
 
 
 def _has(answer: Any, path: list[str]) -> bool | None:
-    """Whether each item of every list on the path has a value at its end; None if such a list is empty."""
+    """Whether the path leads to a value in each item of every list on it; None if one of these lists is empty."""
     if not path:
         return answer is not None
     name = path[0].removesuffix("[]")

@@ -63,7 +63,7 @@ class StackEngine(Protocol):
 
 
 class PhaseError(GpufleetError):
-    """A phase did not end as it must. Assumptions that later phases would show are then *not met*."""
+    """A phase did not end as it must. The result of all assumptions that later phases would test is *not met*."""
 
 
 @dataclass(kw_only=True)
@@ -82,15 +82,15 @@ class Flight:
     facts: FlightFacts = field(default_factory=FlightFacts)
     engine_name: str = ""
     receipts: list[Receipt] = field(default_factory=list)
-    prepared: set[str] = field(default_factory=set)  # names of stacks
+    prepared: set[str] = field(default_factory=set)  # names of the stacks that are prepared
 
     def asked(self, service: str) -> Any:
         """A client whose answers are recorded."""
         return self.facts.watched(self.client(service))
 
     def fly(self) -> str:
-        """Runs every phase. Returns why it ended early; empty if it did not. KeyboardInterrupt is raised again once
-        everything is removed.
+        """Runs every phase. Returns why it ended early; empty if it did not. If the user interrupts it,
+        KeyboardInterrupt is raised again after everything is removed.
         """
         why = ""
         try:
@@ -112,7 +112,7 @@ class Flight:
             stack = self._up(RUN, engine)
             done = self._watch(stack, self._interrupt if self.by_notice else None)
             self.facts.add("end.reason", done.reason)
-            # by now no node of the run reads the hour any more
+            # the hour may be removed, because no node of the run will read it again
             stops = probes.stops_begin(self.facts, stack, self.asked, self.scale.stop_s)
             folder = self._results(stack)
             probes.bucket(self.facts, self.asked("s3"), folder.bucket)
@@ -142,7 +142,7 @@ class Flight:
             self._destroy(stack, engine)
 
     def capped(self) -> None:
-        """The third run, which meets its cap."""
+        """The third run, which is stopped by its cap."""
         with self._renewed("cap") as engine:
             stack = self._up(CAP, engine)
             done = self._watch(stack)
@@ -189,7 +189,7 @@ class Flight:
         return seen
 
     def _watch(self, stack: StackDefinition, act: Act | None = None) -> Done:
-        """Follows the run to its end; once, calls `act` with the first node that has published a checkpoint."""
+        """Follows the run to its end. As soon as a node has published a checkpoint, calls `act` once with this node."""
         ec2, s3 = self.asked("ec2"), self.asked("s3")
         nodes: dict[str, ObservedNode] = {}
         news, announced = self.clock(), set[int]()
@@ -257,7 +257,7 @@ class Flight:
             add("volume.gib", volume["Size"])
 
     def _obstacles(self, stack: StackDefinition) -> str:
-        """Why the run has no node, by the history of its fleet."""
+        """Reasons why the run has no node, from the history of its fleet."""
         ec2 = self.asked("ec2")
         fleet = fleets_of(ec2, stack)[0]
         causes = [
@@ -277,10 +277,10 @@ class Flight:
         except ClientError as error:
             self.say(f"{stack.name}: no notice: {refusals.refusal(error)}")
             self.by_notice = False
-        self._prepare(CAP)  # during the two minutes of the notice
+        self._prepare(CAP)  # this uses the two minutes of the notice
 
     def _ended(self, stack: StackDefinition, done: Done, nodes: dict[str, ObservedNode]) -> None:
-        """Adds what a run that is over has left: its fleet, its nodes and its history."""
+        """Adds the facts about a run that is over: those of its fleet, of its nodes and of its history."""
         ec2, add, run = self.asked("ec2"), self.facts.add, stack.name
         folder = find_folder(self.asked("s3"), stack)
         assert folder is not None

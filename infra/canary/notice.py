@@ -24,11 +24,11 @@ ROLE = "gpufleet-canary-fis"  # named and tagged like the stack's resources, so 
 ACTION, TARGET = "aws:ec2:send-spot-instance-interruptions", "aws:ec2:spot-instance"
 POLICY = "interrupt"
 _TRUST = {"Effect": "Allow", "Principal": {"Service": "fis.amazonaws.com"}, "Action": "sts:AssumeRole"}
-ROLE_S = 60.0  # AWS may take so long until FIS accepts a new role
+ROLE_S = 60.0  # how long AWS may take until FIS accepts a new role
 
 
 def refused(fis: Any) -> str:
-    """Why the account may not use the service, as a sentence; empty if it may, as far as a listing shows."""
+    """A sentence about why the account may not use the service; empty if a listing succeeds."""
     try:
         fis.list_experiment_templates(maxResults=1)
     except (ClientError, BotoCoreError) as error:

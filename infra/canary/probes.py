@@ -28,7 +28,7 @@ from gpufleet.infra.program.resources.stop import SCHEDULE as STOP
 from gpufleet.infra.program.resources.tags import STACK_TAG, own_tags
 from gpufleet.job import atomic
 
-Asked = Callable[[str], Any]  # boto3's client of a service
+Asked = Callable[[str], Any]  # makes boto3's client of a service
 SCHEDULE = "canary"
 BYTES = 8_000_000
 
@@ -74,7 +74,7 @@ def account(facts: FlightFacts, stack: StackDefinition, asked: Asked) -> None:
 
 
 def _prices(facts: FlightFacts, stack: StackDefinition, ec2: Any) -> None:
-    """Adds today's spot prices, relative to the known ones and to the on-demand price."""
+    """Adds the ratio of today's spot prices to the known spot prices, and to the on-demand price."""
     catalog, region = load_catalog(), stack.fleet.region
     prefix = catalog.zone_id_prefix(region)
     ids = {zone["ZoneName"]: zone["ZoneId"] for zone in ec2.describe_availability_zones()["AvailabilityZones"]}
@@ -192,7 +192,7 @@ class Stops(NamedTuple):
 
     expiring: str
     deleted: str
-    due: float  # epoch seconds
+    due: float  # in epoch seconds
 
 
 def stops_begin(facts: FlightFacts, stack: StackDefinition, asked: Asked, stop_s: float) -> Stops:
@@ -232,8 +232,8 @@ def stops_begin(facts: FlightFacts, stack: StackDefinition, asked: Asked, stop_s
 
 
 def _empty_fleet(stack: StackDefinition, template: str, subnet: str, until: datetime) -> dict[str, Any]:
-    """The arguments of CreateFleet for a fleet without nodes. It has the run's tags, so that the role of the stop may
-    end it, and a sweep finds it.
+    """The arguments of CreateFleet for a fleet without nodes. The fleet has the run's tags, so that the role of the
+    stop may end it, and a sweep finds it.
     """
     tags = [{"Key": key, "Value": value} for key, value in own_tags(stack).items()]
     return {
@@ -266,7 +266,9 @@ def stops_end(facts: FlightFacts, stops: Stops, asked: Asked, sleep: Callable[[f
     ec2, add = asked("ec2"), facts.add
 
     def seconds(moment: Callable[[], float | None]) -> float | str:
-        """Waits for `moment`; returns how many seconds after the due time it came, or LATE's text if it never did."""
+        """Waits until `moment` returns a time; returns how many seconds this is after the due time, or the text LATE if
+        there is none in time.
+        """
         while (at := moment()) is None:
             if time.time() > stops.due + most_s:
                 return LATE.format(most_s)

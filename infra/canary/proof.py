@@ -1,5 +1,5 @@
-"""A canary's file and page: what was seen of each assumption, the spread of times and prices, and answers without
-names.
+"""A canary's file and page: what the canary showed about each assumption, the spread of times and prices, and AWS's
+answers without names.
 
 Files about real accounts are in proofs/ of a project; files about the embedded AWS never are.
 """
@@ -34,8 +34,8 @@ _PACKAGES = ("gpufleet", "boto3", "botocore", "pulumi", "pulumi-aws")
 def make(
     flight: Flight, region: str, at: datetime, *, why: str, beside: Proof | None = None, embedded: bool = False
 ) -> dict[str, Any]:
-    """The content of the file. `why`: why the flight ended early, or empty. `beside`: the file of a real account, with
-    whose answers those of the embedded AWS are compared.
+    """The content of the file. `why`: why the flight ended early, or empty. `beside`: the file of a real account. The
+    answers of the embedded AWS are compared with the answers in it.
     """
     judged = judge(flight.facts)
     return {
@@ -78,7 +78,7 @@ def _numbers(values: Sequence[Any]) -> list[float]:
 
 
 def spread(values: Sequence[Any]) -> dict[str, float]:
-    """The number of figures, the least, the median and the largest."""
+    """The number of values, the least, the median and the largest."""
     numbers = _numbers(values)
     figures = {"least": min(numbers), "median": statistics.median(numbers), "most": max(numbers)}
     return {"count": len(numbers), **{key: float(f"{figure:.4g}") for key, figure in figures.items()}}
@@ -133,14 +133,14 @@ def page(proof: dict[str, Any]) -> Iterator[str]:
 
 
 def summary(proof: dict[str, Any]) -> str:
-    """A sentence: how many assumptions held, were refuted, and were not met."""
+    """A sentence that says how many assumptions held, were refuted, and were not met."""
     count = Counter(assumption["state"] for assumption in proof["assumptions"])
     assumptions = counted(len(proof["assumptions"]), "assumption")
     return f"Of {assumptions}, {count['held']} held, {count['refuted']} refuted, {count['not met']} not met."
 
 
 def lines(proof: dict[str, Any]) -> Iterator[str]:
-    """What was refuted, as a table for the screen."""
+    """The refuted assumptions, as a table for the screen."""
     where = {assumption.id: assumption.where for assumption in known()}
     wrong = [row for row in proof["assumptions"] if row["state"] == "refuted"]
     if wrong:
@@ -161,7 +161,7 @@ def check(root: Path, region: str, today: date) -> Check:
 
 
 def sentence(root: Path) -> str:
-    """The README's sentence on whether anything has run on a real account."""
+    """The README's sentence about whether anything has run on a real account."""
     if (last := newest(root)) is None:
         return "**Nothing here has run on a real AWS account.**"
     where = f"({last.day}, {last.tree['region']})"

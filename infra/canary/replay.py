@@ -1,6 +1,7 @@
 """Compares AWS's recorded answers with those of the embedded AWS, field by field.
 
-As long as there is no file of a real account, the examples in AWS's documentation, which botocore has, take its place.
+While there is no file of a real account, the examples of AWS's documentation take its place. botocore contains these
+examples.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ STANDS_IN = "the examples in AWS's documentation, for want of a canary on a real
 _LACKING = "lacking"
 _KINDS = ((bool, "true or false"), ((int, float), "number"), (str, "text"), (object, "nothing"))
 
-Answers = Mapping[str, Any]  # by SERVICE.Operation, or by `SERVICE.Operation CODE` for a refusal
+Answers = Mapping[str, Any]  # the recorded answers, by SERVICE.Operation, or by `SERVICE.Operation CODE` for a refusal
 
 
 class AnswerDifference(NamedTuple):
@@ -23,13 +24,13 @@ class AnswerDifference(NamedTuple):
 
     call: str
     field: str
-    aws: str  # kind of value
+    aws: str  # the kind of value in AWS's answer
     embedded: str
 
 
 def differences(recorded: Answers, own: Answers) -> Iterator[AnswerDifference]:
-    """Yields the fields of AWS's answers that the embedded AWS lacks, or that have another kind of value there. Only
-    calls that both have answered count, and only lists that are not empty in either.
+    """Yields the fields of AWS's answers that the embedded AWS lacks, or that have another kind of value there.
+    Compares only calls that both have answered, and only lists that are not empty in either answer.
     """
     for call in sorted(recorded.keys() & own.keys()):
         theirs, ours = (_kinds(answers[call]) for answers in (recorded, own))

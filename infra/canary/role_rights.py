@@ -1,8 +1,8 @@
 """Asks IAM's simulator about the role of a stack's nodes. role_rights.yaml lists what the role may do, and what it must
 not.
 
-No command can act as the role, because only EC2 may assume it. The simulator believes the tags in the request, and does
-not know the policies of S3's buckets.
+No command can act as the role, because only EC2 may assume it. The simulator takes the tags of resources from the
+request, and does not know the policies of S3 buckets.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RoleRights:
     """One row: the actions on a resource that the role may do, and those that it must not."""
 
     of: str
-    tags: str = ""  # own, another, or none
+    tags: str = ""  # whose tags the resource has: `own`, `another`, or none
     context: Mapping[str, str]
     may: tuple[str, ...]
     may_not: tuple[str, ...]

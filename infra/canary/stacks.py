@@ -1,7 +1,7 @@
 """The canary's two stacks, as texts of definition files, and the choice of the types and zones on which they run.
 
 `canary` loses two nodes and ends by itself. `canary-cap`, whose script has no end, runs twice: first `gpufleet stop`
-ends it, and then it meets its cap on purpose. Both stacks keep nothing.
+ends it, and then it is made to exceed its cap. Neither stack keeps anything.
 """
 
 from __future__ import annotations
@@ -28,27 +28,31 @@ from gpufleet.infra.errors import AwsRefused, DefinitionError, GpufleetError, Pr
 
 NAMES = RUN, CAP = "canary", "canary-cap"
 MOST_USD = Decimal("0.50")
-LIMITS = {RUN: Decimal("0.19"), CAP: Decimal("0.05")}  # with FIS below MOST_USD, because a node takes minutes to stop
+# USD for each stack; with FIS_USD the sum is below MOST_USD, because a node takes minutes to stop
+LIMITS = {RUN: Decimal("0.19"), CAP: Decimal("0.05")}
 FLIGHTS = {RUN: 1, CAP: 2}  # how often each stack runs
 PAST_USD = Decimal("0.02")  # the most that a node past its limit costs before its timer ends it
-THIRD_H = Decimal("0.15")  # five minutes, below which a booting node ends its run, and four until it knows its price
+# hours for the third node: a booting node ends its run if less than five minutes are left, and needs four minutes until
+# it knows its price
+THIRD_H = Decimal("0.15")
 FIS_USD = Decimal("0.20")  # two action-minutes at 0.10 USD (AWS Price List of AWSFIS, 2024-10-01)
-TRIED = 8  # the most types that are tried, the cheapest first
-TYPES = 3  # types in the fleets, so that another is tried if all zones of one are full
+TRIED = 8  # the number of types that are tried at most, beginning with the cheapest
+TYPES = 3  # number of types in a fleet, so that AWS can take another type if no zone has one of them
 SCRIPT = Path(__file__).parent / "code" / "train.py"
 PYTORCH = "public.ecr.aws/deep-learning-containers/pytorch:2.13-cu133-amzn2023"
-PYTHON = "public.ecr.aws/docker/library/python:3.13-slim"  # for a run that needs no torch, because it boots sooner
+# for a run that needs no torch; this image is small, so a node boots sooner
+PYTHON = "public.ecr.aws/docker/library/python:3.13-slim"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """How long things take, on AWS or in the embedded AWS."""
+    """Steps and times of the canary's runs, on AWS or in the embedded AWS."""
 
     steps: int  # steps of the run that is interrupted
     pace_s: float  # seconds per step
     every: int  # steps between two checkpoints
-    fails_at: int  # the step at which the script fails once, long after the first checkpoint and the notice
-    cap_hours: Decimal  # max_hours of the other stack, including the boot; more after a slow boot
+    fails_at: int  # the step at which the script fails once; it is long after the first checkpoint and the notice
+    cap_hours: Decimal  # limits.max_hours of `canary-cap`, including the boot; renew_capped raises it after a slow boot
     heartbeat_s: float
     poll_s: float
     patience_s: float  # how long to wait for any one event, such as a node
@@ -70,7 +74,7 @@ EMBEDDED = Scale(
     steps=240, pace_s=0.1, every=20, fails_at=200, cap_hours=Decimal("0.025"), heartbeat_s=1, poll_s=0.3,
     patience_s=400, stop_s=20, device="cpu", setup_minutes=0.05,
 )  # fmt: skip
-CAPPED_S = 90  # seconds that a run needs below its cap, for the meter's reserve, its end, and some steps
+CAPPED_S = 90  # seconds of a run before its cap ends it: for some steps, the meter's reserve and the run's end
 
 
 def text(name: str, run: str, region: str, zones: list[str], types: list[str], scale: Scale) -> str:
@@ -140,8 +144,8 @@ class Chosen:
 
 
 def shipped(region: str = "us-east-2") -> dict[str, str]:
-    """By name, the files that `gpufleet init` writes: the stack that is interrupted, on the cheapest types, and its
-    script. `gpufleet canary` runs both stacks in a project of its own, on what the account offers.
+    """By name, the files that `gpufleet init` writes: the stack whose run is interrupted, on the cheapest types, and
+    its script. `gpufleet canary` runs both stacks in a project of its own, on types that the account offers.
     """
     priced = _cheapest(region, AWS.gpus)
     types = [kind for kind, usd in priced if _interrupted_usd(kind, usd, region, AWS) <= LIMITS[RUN]][:TYPES]
@@ -159,7 +163,7 @@ def write(project: Path, run: str, region: str, chosen: tuple[list[str], list[st
 
 
 def renew_capped(project: Path, run: str, scale: Scale, boot_s: float) -> None:
-    """Gives `canary-cap` another run. If a boot takes `boot_s`, the cap of this run still leaves time to train."""
+    """Gives `canary-cap` a new run id, and a cap that leaves time to train even if a boot takes `boot_s` seconds."""
     file = project / "stacks" / f"{CAP}.yaml"
     hours = max(scale.cap_hours, Decimal(f"{(2 * boot_s + CAPPED_S) / 3600:.3f}"))
     renewed = re.sub(r"(?m)^(run: \{id: [^,-]+)[^,]*", rf"\1-{run}", file.read_text(encoding="utf-8"))
@@ -218,23 +222,24 @@ def choose(project: Path, run: str, region: str, client: Callable[[str], Any], s
 
 
 def _interrupted_usd(kind: str, spot: Decimal, region: str, scale: Scale) -> Decimal:
-    """The USD that the interrupted run must be able to spend: two nodes at the spot price, and then THIRD_H at the
-    on-demand price, with which a booting node counts what is left. Raises PriceMissing.
+    """The USD that the interrupted run must be able to spend: two nodes at the spot price, and then THIRD_H hours at
+    the on-demand price, with which a booting node computes what is left of the limits. Raises PriceMissing.
     """
-    two_h = Decimal(2 * scale.setup_minutes + 4) / 60  # each trains for a minute, and one has a notice of two minutes
+    # each of the two nodes trains for a minute, and one gets a notice of two minutes
+    two_h = Decimal(2 * scale.setup_minutes + 4) / 60
     return two_h * spot + THIRD_H * load_catalog().on_demand(kind, region).amount
 
 
 def affords_stop(spent_usd: Decimal, *, notice: bool) -> bool:
-    """Whether MOST_USD still pays for both runs of `canary-cap`, even if both exceed their limits, once the first run
-    has spent `spent_usd`.
+    """Whether the cost of both runs of `canary-cap` still fits within MOST_USD after the first run has spent
+    `spent_usd`, even if both runs exceed their limits.
     """
     both = FLIGHTS[CAP] * (LIMITS[CAP] + PAST_USD)
     return spent_usd + (FIS_USD if notice else 0) + both <= MOST_USD
 
 
 def _refuse_account(stack: StackDefinition, client: Callable[[str], Any]) -> None:
-    """Raises AwsRefused with each missing right, role and network, if there is any."""
+    """Raises AwsRefused if the account lacks a right, a role or a network; the message names each of them."""
     groups = (
         lambda: rights.check(stack, client("sts"), client("iam")),
         lambda: checks.service_roles(stack, client("iam")),
@@ -256,7 +261,9 @@ def _bill(project: Path, name: str) -> Bill:
 
 
 def _cheapest(region: str, gpus: int) -> Iterator[tuple[str, Decimal]]:
-    """The region's usable types with `gpus` GPUs, and their spot price in the dearest zone, the cheapest first."""
+    """The region's usable types with `gpus` GPUs, and the spot price of each in its dearest zone. The cheapest type
+    comes first.
+    """
     catalog = load_catalog()
     priced = []
     for kind in catalog.instances.values():

@@ -1,4 +1,4 @@
-"""Compares what a canary's run has left with what AWS says: records of nodes, the log, checkpoints, outputs."""
+"""Compares what a canary's run has written (records of nodes, the log, checkpoints, outputs) with what AWS says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from gpufleet.job.contract.codes import AttemptExit
 from gpufleet.job.contract.reading import epoch
 from gpufleet.job.contract.workdir import FINAL
 
-_NOTICE = re.compile(r"spot notice: \w+ in (-?\d+) s")  # written by job/supervisor/metadata.py when it sees the notice
+# the line that job/supervisor/metadata.py logs when it sees the notice
+_NOTICE = re.compile(r"spot notice: \w+ in (-?\d+) s")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,12 +31,12 @@ class ObservedNode:
     number: int
     launched: datetime
     step: int  # the newest published checkpoint when the node started
-    noticed: bool = False  # whether AWS was asked to take the node with notice
+    noticed: bool = False  # whether the canary asked AWS to interrupt the node with a notice
     gone_at: float = 0.0
 
 
 def add_node(facts: FlightFacts, folder: RunFolder, node: ObservedNode, ended: datetime | None) -> None:
-    """Adds what a node wrote about itself, compared with what AWS says about it."""
+    """Adds facts that compare the node's own record with what AWS says about the node."""
     add = facts.add
     content = folder.read(bucket.attempt_key(node.id))
     add("node.record", content is not None)
@@ -53,7 +54,7 @@ def add_node(facts: FlightFacts, folder: RunFolder, node: ObservedNode, ended: d
 
 
 def add_outputs(facts: FlightFacts, results: Path, *, gpu: bool) -> None:
-    """Adds what the script wrote about its container. `gpu`: whether it had a GPU to compute on."""
+    """Adds the facts that the script wrote about its container. `gpu`: whether the node had a GPU."""
     for path in (results / FINAL).rglob("seen.json"):
         seen = json.loads(path.read_text(encoding="utf-8"))
         facts.add("script.metadata", seen["metadata"])

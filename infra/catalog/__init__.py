@@ -2,19 +2,19 @@
 
 The data are the CSV files beside this module. Newer prices that `gpufleet prices refresh` wrote into a project's
 `prices/` override them. `status` is `verified` (read in the named source) or `inferred` (derived from another region or
-type, or recalled); every bill says which of its prices are inferred. This module never asks AWS.
-
-Some things are surprising:
+type, or written from memory); every bill says which of its prices are inferred. This module never asks AWS. Some facts
+are surprising:
 
 - The catalog has spot prices by zone *id* (az1 for use2-az1). A definition may name zones (us-east-2a), but AWS maps
-names to ids differently in each account. Without an account names cannot be matched with ids, so that callers take the
-dearest zone of the region, unless the definition gives ids. The catalog has no Local Zones (Atlanta, Los Angeles). -
-The shipped spot prices come from an undated file made between 2026-01-21 and 2026-05-18. They carry the earlier date. -
-A fractional GPU is one device with a share: g6f.xlarge has gpu_count 1 and gpu_share 0.125, never 0 GPUs. - A type
-without a GPU has gpu_count 0. Its `gpu` stands for the whole machine, under the type's name and without a peak, so that
-a step time stated for c7i.xlarge is never used for c7i.16xlarge. - A region is known as soon as it has a row in
-regions.csv, even if public sources lack some of its prices. `missing` names the prices that a bill in that region would
-need.
+  names to ids differently in each account. Without an account, names cannot be matched with ids. So callers take the
+  dearest zone of the region, unless the definition gives ids. The catalog has no Local Zones (Atlanta, Los Angeles).
+- The shipped spot prices come from an undated file made between 2026-01-21 and 2026-05-18. Their date in the catalog is
+  the earlier of the two.
+- A fractional GPU is one device with a share: g6f.xlarge has gpu_count 1 and gpu_share 0.125, never 0 GPUs.
+- A type without a GPU has gpu_count 0. Its `gpu` is the whole machine, with the type's name and without a peak. So a
+  step time that is stated for c7i.xlarge is never used for c7i.16xlarge.
+- A region is known as soon as it has a row in regions.csv, even if public sources lack some of its prices. `missing`
+  names the prices that a bill in that region would need.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ SHIPPED = Path(__file__).parent
 # driver never supported Volta (the release notes of the Base OSS Nvidia Driver AMI for AL2023 list G4dn, G5, G6, G6e,
 # G7, G7e, P4d and newer; read 2026-11).
 LEAST_CAPABILITY = 7.5
-# Items of services.csv that every bill needs.
+# The items of services.csv that every bill needs.
 BILLED = tuple(name for name, item in known_items().items() if item.in_every_bill)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One whole GPU. Peaks are rates of dense products; None if no source states the peak."""
+    """One whole GPU. A peak is the rate of dense matrix products; None if no source states it."""
 
     name: str
     memory_gb: float  # nominal, decimal GB
@@ -67,7 +67,7 @@ class Gpu:
     # the connection between the GPUs of one node; `link_gb_s` is its rate in one direction by the data sheet
     link: Literal["nvlink", "pcie"]
     link_gb_s: float
-    bf16: bool  # whether it computes in bf16 natively
+    bf16: bool  # whether the hardware computes in bf16
     capability: float  # its compute capability, from NVIDIA's list of CUDA GPUs
 
     def peak_tflops(self, products: str) -> float | None:
@@ -97,7 +97,8 @@ class Instance:
     network_gbps: float  # the rate of all network cards together
     network_cards: int
     card_gbps: float  # the rate of the first card, if all cards share the whole rate
-    efa_cards: int  # cards with an Elastic Fabric Adapter: all or none; of p6-b300, all but the first
+    # number of cards with an Elastic Fabric Adapter: all cards or none; in p6-b300, all except the first
+    efa_cards: int
     ebs_gbps: float
     regions: tuple[str, ...] | None  # regions that offer the type; None if not known
     left_ec2: date | None  # at the latest from this day on, the type cannot be launched
@@ -120,7 +121,7 @@ class Instance:
         return ""
 
     def between_nodes_gbps(self, cards: str) -> float:
-        """Gigabits per second to another node, over the first network card (`one`) or over `all`."""
+        """Gbit/s to another node, over the first network card (`one`) or over all cards (`all`)."""
         return self.network_gbps if cards == "all" else self.card_gbps
 
     def has_efa(self, cards: str) -> bool:
@@ -157,12 +158,12 @@ class Catalog:
     services: dict[tuple[str, str], Price] = field(repr=False)
     on_demand_prices: dict[tuple[str, str], Price] = field(repr=False)
     spot_prices: dict[tuple[str, str], tuple[SpotPrice, ...]] = field(repr=False)
-    # announced on-demand prices, with the day from which they apply; `in_force_on` puts those that apply into
-    # `on_demand_prices`
+    # Announced on-demand prices, with the day from which each applies. `in_force_on` moves the prices that apply into
+    # `on_demand_prices`.
     dated_prices: dict[tuple[str, str], tuple[Price, ...]] = field(default_factory=dict, repr=False)
 
     def in_force_on(self, day: date) -> Catalog:
-        """The catalog with the on-demand prices that apply on `day`."""
+        """A copy of the catalog with the on-demand prices that apply on `day`."""
         if not self.dated_prices:
             return self
         return replace(self, on_demand_prices=files.in_force(self.on_demand_prices, self.dated_prices, day))
@@ -235,7 +236,7 @@ class Catalog:
         """The instance type whose spelling is nearest to `type_`, of all types or of those in `among`. Its family must
         be similar too, because g4dn is not a misspelling of trn1.
         """
-        import difflib  # imported here, because only errors need the nearest name
+        import difflib  # imported here, because only the message of an error needs it
 
         written, names = type_.lower(), sorted(self.instances if among is None else among)
         if "." in written:
@@ -259,12 +260,11 @@ class Catalog:
 
 
 def load_catalog(project: Path | None = None, *, shipped: Path = SHIPPED, day: date | None = None) -> Catalog:
-    """The newest figures of the shipped catalog and of the newest folder in the project's `prices/`.
-
-    `project`: the folder with `prices/`; None for the nearest one with `stacks/`, at or above the working directory, so
-    that program, commands and a scratch project each find their own. The same files give the same catalog, except for
-    prices that apply only from a later day on. `day`: the day of the bill, by default today. Raises GpufleetError if a
-    price file is broken.
+    """The shipped catalog, with newer prices from the newest folder in the project's `prices/`. `project`: the folder
+    with `prices/`. If it is None, the project is the nearest folder with `stacks/` at or above the working directory,
+    so that the program, the commands and a test project each find their own prices. The same files give the same
+    catalog, except for prices that apply only from a later day on. `day`: the day of the bill, by default today. Raises
+    GpufleetError if a price file is broken.
     """
     refreshed_folders = files.folders(project_prices(Path.cwd()) if project is None else project / "prices")
     return read_catalog(shipped, refreshed_folders[-1] if refreshed_folders else None).in_force_on(
@@ -273,7 +273,9 @@ def load_catalog(project: Path | None = None, *, shipped: Path = SHIPPED, day: d
 
 
 def project_prices(start: Path) -> Path:
-    """The folder `prices/` in the nearest folder with `stacks/` at or above `start`, or else in `start` itself."""
+    """The folder `prices/` in the nearest folder with `stacks/` at or above `start`, or in `start` itself if there is
+    no such folder.
+    """
     return next((folder for folder in (start, *start.parents) if (folder / "stacks").is_dir()), start) / "prices"
 
 
@@ -300,8 +302,8 @@ def read_catalog(shipped: Path, refreshed: Path | None) -> Catalog:
 
 
 def _offered(instances: dict[str, Instance], prices: files.Prices) -> dict[str, Instance]:
-    """The types with all their regions. If instances.csv lacks a region, because it was added later, a price there
-    shows that the region offers the type.
+    """The types with all regions that offer them. If instances.csv lacks a region, because the region was added later,
+    a price in this region shows that it offers the type.
     """
     listed = {region for instance in instances.values() for region in instance.regions or ()}
     added: dict[str, list[str]] = {}
@@ -343,7 +345,8 @@ def _instance(row: dict[str, str], gpus: dict[str, Gpu]) -> Instance:
         gpu_share=share,
         nvme_gb=float(row["nvme_gb"]),
         network_gbps=float(row["network_gbps"]),
-        network_cards=int(row.get("network_cards") or 1),  # tables from before 2026-11-26 lack these three columns
+        # tables that are older than 2026-11-26 lack these three columns
+        network_cards=int(row.get("network_cards") or 1),
         card_gbps=float(row.get("card_gbps") or row["network_gbps"]),
         efa_cards=int(row.get("efa_cards") or 0),
         ebs_gbps=float(row["ebs_gbps"]),
@@ -353,7 +356,7 @@ def _instance(row: dict[str, str], gpus: dict[str, Gpu]) -> Instance:
 
 
 def _machine(type_: str) -> Gpu:
-    """What stands in place of a GPU for a type without one: the whole machine, without a peak."""
+    """The Gpu of a type that has none: it stands for the whole machine, and has no peak."""
     return Gpu(
         name=type_,
         memory_gb=0.0,

@@ -36,7 +36,7 @@ _HEADS = {
 
 
 _ZONE = re.compile(r"az\d{1,2}")
-_MOST_USD = 100_000  # the highest accepted price of a unit; no node-hour costs nearly as much
+_MOST_USD = 100_000  # the highest price of a unit that is accepted; real prices are far below it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +53,8 @@ class Price:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpotPrice:
-    """A spot price in one zone, which is named by its id within the region (az1). From a price history, `price` is the
-    median over 7 days, and `low` and `high` are the extremes.
+    """A spot price in one zone, which is named by its id within the region (az1). If the price comes from a price
+    history, `price` is the median over 7 days, and `low` and `high` are the extremes.
     """
 
     zone: str
@@ -65,7 +65,9 @@ class SpotPrice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prices:
-    """All prices, by (type or item, region). Of spot zones, the cheapest comes first."""
+    """All prices, by (type or item, region). The spot prices of a type in a region are in order, the cheapest zone
+    first.
+    """
 
     on_demand: dict[tuple[str, str], Price] = field(default_factory=dict)
     spot: dict[tuple[str, str], tuple[SpotPrice, ...]] = field(default_factory=dict)
@@ -152,7 +154,9 @@ def read(folder: Path) -> Prices:
 def in_force(
     undated: Mapping[tuple[str, str], Price], dated: Mapping[tuple[str, str], tuple[Price, ...]], day: date
 ) -> dict[tuple[str, str], Price]:
-    """For each key, the price that applies on `day`: the one with the latest `valid_from` up to that day."""
+    """For each key, the price that applies on `day`: the one with the latest `valid_from` that is not after
+    that day.
+    """
     begun = {key: [price for price in prices if _begin(price) <= day] for key, prices in dated.items()}
     return {**undated, **{key: prices[-1] for key, prices in begun.items() if prices}}
 
@@ -163,7 +167,7 @@ def cheapest_first(zones: Iterable[SpotPrice]) -> tuple[SpotPrice, ...]:
 
 def newer(base: Prices, over: Prices) -> Prices:
     """For each key, the price with the newer date, or the price in `over` if the dates are equal. Prices that only one
-    of them has are kept. Raises GpufleetError if the units of an item differ, because a bill counts in the units of
+    of them has are kept. Raises GpufleetError if the units of an item differ, because a bill computes with the units of
     `base`.
     """
 
@@ -176,7 +180,7 @@ def newer(base: Prices, over: Prices) -> Prices:
 
     merged = base.copy()
     for key in {**over.on_demand, **over.dated}:
-        if read_on(over, key) >= read_on(base, key):  # a price and its announced changes are replaced together
+        if read_on(over, key) >= read_on(base, key):  # `over` replaces a price together with its announced changes
             merged.dated.pop(key, None)
             merged.on_demand.update({key: over.on_demand[key]} if key in over.on_demand else {})
             merged.dated.update({key: over.dated[key]} if key in over.dated else {})
@@ -199,8 +203,8 @@ def folders(parent: Path) -> list[Path]:
 
 
 def write(prices: Prices, parent: Path, day: date) -> Path:
-    """Writes a new folder in `parent`, named after `day`. It appears complete and readable, or not at all, and never
-    replaces another folder. Raises GpufleetError if `read` would refuse the prices.
+    """Writes a new folder in `parent`, named after `day`. The folder appears complete and readable, or not at all, and
+    never replaces another folder. Raises GpufleetError if `read` would refuse the prices.
     """
     parent.mkdir(parents=True, exist_ok=True)
     building = parent / f".{day.isoformat()}.{os.getpid()}"
@@ -265,7 +269,7 @@ def _each(path: Path, take: Callable[[dict[str, str]], None]) -> None:
     columns = next(reader, [])
     if ",".join(columns) not in (head, f"{head},{_FROM}" if path.name == "on_demand.csv" else head):
         raise GpufleetError(f"{path}, line 1: the columns of a price file are {head}")
-    for cells in reader:  # not DictReader, which takes longer than all work on its rows
+    for cells in reader:  # not DictReader, which takes more time than everything else that is done with the rows
         if not cells:
             continue
         try:
@@ -279,7 +283,7 @@ def _each(path: Path, take: Callable[[dict[str, str]], None]) -> None:
 
 
 def _price(row: dict[str, str], amount: str, unit: str) -> Price:
-    usd = _usd(amount, above_0=unit == "node-hour")  # a service may be free, a node never
+    usd = _usd(amount, above_0=unit == "node-hour")  # a service may cost nothing, but a node never does
     begins = row.get(_FROM)
     return Price(
         amount=usd,

@@ -1,5 +1,5 @@
-"""The items of services.csv. Each has a row in items.csv: whether every bill needs it, and its place in AWS's Price
-List. `price_list_units`: factors from the list's units to those of the catalog.
+"""The items of services.csv. The row of an item in items.csv says whether every bill needs it, and where it is in AWS's
+Price List. `price_list_units`: factors from the list's units to those of the catalog.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The regions that this version knows. Each has a row in regions.csv; `gpufleet prices refresh` reads the prices of a
 new region.
 
-Columns: the letters of the region's zones, as accounts see them; the prefixes of its usage types in the Price List, the
-likeliest first, or `none` for no prefix; and its name in the head of a table.
+The columns are: the letters of the region's zones, as accounts see them; the prefixes of its usage types in the Price
+List, the likeliest first (`none` for no prefix); and its name in the heading of a table.
 """
 
 from __future__ import annotations

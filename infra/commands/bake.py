@@ -2,9 +2,10 @@
 a snapshot of a folder or an s3:// prefix instead, in STACK-data.
 
 A builder, a node without a GPU, pulls the images, or copies the data to its data volume, and waits. Then the stack is
-declared anew, with an AMI of the builder's disk in its place, or a snapshot of the volume. Its id goes into the
-definition, as fleet.baked_ami or storage.data.snapshot, and its record into bakes/. Like `gpufleet run`, this keeps no
-record of its own: stopped anywhere and started again, it goes on.
+declared again. In place of the builder it now has an AMI of the builder's disk, or a snapshot of the volume. The
+command writes its id into the definition, as fleet.baked_ami or storage.data.snapshot, and a record into bakes/. Like
+`gpufleet run`, the command keeps no state of its own: if it was interrupted at any point, it continues there when it is
+run again.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ from gpufleet.job.contract.attempt import AttemptRecord, record
 from gpufleet.job.contract.bucket import ATTEMPTS
 from gpufleet.job.text import stamp
 
-SPARE = 1.1  # of a data volume's size over that of its files, for the file system
-LOOK_S = 15.0  # between two looks at the builder
+SPARE = 1.1  # factor between the size of a data volume and that of its files, because the file system needs space too
+LOOK_S = 15.0  # seconds between two looks at the builder
 DAYS, MOST_DAYS = 30, 365
 
 
@@ -73,7 +74,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when the AMI or the snapshot is there, or deleted; 1 if it was not approved, or if something is left."""
+    """Returns 0 if the AMI or the snapshot exists, or, with --delete, no longer exists; 1 if the user did not approve
+    the bill, or if something is left in the account.
+    """
     root = project_root(Path.cwd())
     definition = stack.definition_of(args)
     made: Made = MadeImage(definition=definition, root=root)
@@ -96,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _content(place: str, definition: StackDefinition, root: Path) -> Content:
-    """What a snapshot of the place will hold. Raises GpufleetError if the place holds nothing."""
+    """The content of a snapshot of this place. Raises GpufleetError if the place holds nothing."""
     if place.startswith("s3://"):
         folders.listed(place, root, aws.client("s3", definition.fleet.region))
     listed = folders.content(place, root)
@@ -108,27 +111,29 @@ def _content(place: str, definition: StackDefinition, root: Path) -> Content:
 
 
 class Made(Protocol):
-    """What a bake makes."""
+    """The kind of thing that a bake makes: an AMI, or a snapshot of data."""
 
     @property
-    def ending(self) -> str: ...  # of its stack's name
+    def ending(self) -> str: ...  # the ending of its stack's name
 
     @property
-    def content(self) -> Content | None: ...  # of a data volume
+    def content(self) -> Content | None: ...  # the content of the data volume; None for an AMI
 
     @property
-    def argument(self) -> str: ...  # for further commands
+    def argument(self) -> str: ...  # the argument with which a further `gpufleet bake` makes the same thing
 
     @property
-    def used(self) -> str | None: ...  # its id, if the definition uses one
+    def used(self) -> str | None: ...  # its id, if the definition uses it
 
-    def require(self) -> None: ...  # raises GpufleetError for what cannot be baked
+    def require(self) -> None: ...  # raises GpufleetError if it cannot be baked
 
-    def words(self) -> str: ...  # what it is and what its storage costs, before it exists
+    def words(self) -> str: ...  # what it is, and what its storage will cost
 
-    def describe(self, builder: AttemptRecord, ec2: Any) -> dict[str, Any]: ...  # more for the stack's program
+    # further config values for the stack's program
+    def describe(self, builder: AttemptRecord, ec2: Any) -> dict[str, Any]: ...
 
-    def keep(self, outputs: Mapping[str, Any], usd: Decimal, ec2: Any) -> Bake | BakedData: ...  # record, definition
+    # writes its record, and its id into the definition
+    def keep(self, outputs: Mapping[str, Any], usd: Decimal, ec2: Any) -> Bake | BakedData: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +172,7 @@ class MadeImage:
     def keep(self, outputs: Mapping[str, Any], usd: Decimal, ec2: Any) -> Bake:
         described, ami, region = outputs[BAKE], str(outputs["ami"]), self.definition.fleet.region
         snapshot = ec2.describe_snapshots(SnapshotIds=[outputs["snapshot"]])["Snapshots"][0]
-        stored = snapshot.get("FullSnapshotSizeInBytes")  # AWS does not say it of every snapshot
+        stored = snapshot.get("FullSnapshotSizeInBytes")  # AWS does not give this size for every snapshot
         gb = Decimal(stored) / 10**9 if stored else Decimal(snapshot["VolumeSize"]) * bake.GB_PER_GIB
         pin.write_values(self.definition.source, {"fleet.baked_ami": ami})
         return Bake(
@@ -201,7 +206,7 @@ class MadeSnapshot:
         return self.definition.storage.data.snapshot if self.definition.storage.data else None
 
     def require(self) -> None:
-        """Nothing: what the snapshot holds is known by its hashes."""
+        """Does nothing, because the content of a snapshot is known by its hashes."""
 
     def words(self) -> str:
         costs = f"at most {self._usd_per_month():.2f} USD a month, that of a full volume"
@@ -242,19 +247,19 @@ class MadeSnapshot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BakeWork:
-    """Carries a bake on, from wherever it is, to its end."""
+    """Continues a bake from the point that it has reached to its end."""
 
     definition: StackDefinition
     made: Made
-    whole: run_command.WholeRun  # the builder's
+    whole: run_command.WholeRun  # the run of the builder
     root: Path
     engine: BakeEngine
     days: int
     sleep: Callable[[float], None] = time.sleep
 
     def carry_out(self) -> int:
-        """The exit code, as of `run`. Raises GpufleetError if the builder ends before its disk is kept, or if the stack
-        keeps something else than what is needed now.
+        """Carries out the bake; returns the exit code of `run`. Raises GpufleetError if the builder ends before its
+        disk is kept, or if the stack keeps a different AMI or snapshot than is needed now.
         """
         if BAKE not in self.engine.outputs():
             if not self.whole.has_begun():
@@ -271,8 +276,8 @@ class BakeWork:
         return self._keep()
 
     def delete(self) -> int:
-        """Deletes what was made and everything of the builder; the exit code, as of `run`. Raises GpufleetError while a
-        fleet may start nodes from it.
+        """Deletes the AMI or snapshot, and everything that belongs to the builder; returns the exit code of `run`.
+        Raises GpufleetError while a fleet may still start nodes from it.
         """
         used, fleets = self.made.used, fleets_of(self._ec2, self.definition, every_run=True)
         going_on = [fleet["FleetId"] for fleet in fleets if may_launch(fleet, datetime.now(UTC))]
@@ -290,12 +295,12 @@ class BakeWork:
         return aws.client("ec2", self.definition.fleet.region)
 
     def _approved(self) -> str:
-        """The hash of the builder's bill, if it is approved; else empty."""
+        """The hash of the builder's bill if the user has approved it; otherwise empty."""
         print(f"{self.made.words()} It is deleted after {self.days} days. Its builder:")
         return self.whole.approved()
 
     def _wait(self) -> AttemptRecord | None:
-        """Waits until the builder has pulled the images. If no node comes, prints the reason and returns None."""
+        """Waits until the builder has pulled the images. If AWS starts no node, prints the reason and returns None."""
         s3 = aws.client("s3", self.definition.fleet.region)
         watch = WaitLoop(definition=self.whole.definition, ec2=self._ec2, s3=s3, sleep=self.sleep)
         while (builder := self._builder(s3)) is None:
@@ -311,7 +316,7 @@ class BakeWork:
         return builder
 
     def _builder(self, s3: Any) -> AttemptRecord | None:
-        """The node that has pulled the images and waits; None as long as there is none."""
+        """The node that has pulled the images and waits; None if there is no such node yet."""
         folder = find_folder(s3, self.whole.definition)
         if folder is None:
             return None
@@ -319,14 +324,16 @@ class BakeWork:
         return next((node for node in records if node.started_s is not None and node.exit is None), None)
 
     def _describe_kept(self, builder: AttemptRecord) -> dict[str, Any]:
-        """What the stack's program and its outputs say of what is kept."""
+        """The config values from which the stack's program declares the AMI or snapshot, and which its outputs
+        repeat.
+        """
         now = datetime.now(UTC)
         until = stamp(now + timedelta(days=self.days))
         more = self.made.describe(builder, self._ec2)
         return {"builder": builder.instance, "made": stamp(now), "until": until, **more}
 
     def _keep(self) -> int:
-        """Writes the record of what was made, and its id into the definition; the exit code."""
+        """Writes the record of the AMI or snapshot, and its id into the definition; returns the exit code."""
         catalog = load_catalog(self.root)
         usd = bill_of(self.whole.definition, self.root, catalog).usd.p50
         baked = self.made.keep(self.engine.outputs(), usd, self._ec2)

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     require_place(root / calibration.FOLDER / definition.name)
     tree = measure(definition, root, steps=args.steps, gpus=machine.gpus(), say=progress.say(args))
     path = calibration.path_for(root, definition.name, tree["device"]["name"], definition.stage)
-    try:  # if the file cannot be written, the measurement is printed: it cost minutes of a rented GPU
+    try:  # if the file cannot be written, the measurement is printed, because it took minutes of a rented GPU
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_bytes(path, (json.dumps(tree, indent=1, sort_keys=True) + "\n").encode())
     finally:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(tree: Mapping[str, Any]) -> list[str]:
-    """The measurement, as lines for people to read."""
+    """The lines that show the measurement to people."""
     torch = tree["versions"].get("torch", "none")
     lines = [f"{tree['experiment']} on {tree['device']['name']}, torch {torch}, {tree['source']}:"]
     for phase in tree["phases"]:

@@ -1,4 +1,6 @@
-"""`gpufleet canary`: makes the first run on an account, for less than half a dollar, and a file about what AWS did."""
+"""`gpufleet canary`: makes the first runs on an account, for less than half a dollar, and writes a file about what AWS
+did.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 if no assumption was refuted and nothing is left in the account, else 1."""
+    """Returns 0 if no assumption was refuted and nothing is left in the account; otherwise 1."""
     root = project_root(Path.cwd())
     check_region(args.region)
     if args.bill:
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _bill(region: str, root: Path) -> int:
-    """Prints the newest canary's receipts beside AWS's charges, and adds these to its file."""
+    """Prints the newest canary's receipts beside AWS's charges, and adds these charges to its file."""
     last = proofs.newest(root, region)
     if last is None:
         raise GpufleetError(f"no canary has run in {region} yet: run `gpufleet canary --region {region}` first")
@@ -108,11 +110,11 @@ def _bill(region: str, root: Path) -> int:
 
 
 def _of_user(state: Path) -> Mapping[str, str]:
-    """The user's AWS variables, with settings that give the canary its own engine state."""
+    """The user's environment variables for AWS, and variables that give the canary a Pulumi state of its own."""
     own = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     backend = {"PULUMI_BACKEND_URL": f"{state.resolve().as_uri()}?metadata=skip"}
     home = {"PULUMI_HOME": os.environ["PULUMI_HOME"]} if "PULUMI_HOME" in os.environ else {}
-    return {**own, **backend, **home, "PULUMI_CONFIG_PASSPHRASE": "canary"}  # nothing in it is secret
+    return {**own, **backend, **home, "PULUMI_CONFIG_PASSPHRASE": "canary"}  # this state contains no secrets
 
 
 @contextmanager
@@ -121,7 +123,7 @@ def _opened(engine: Any) -> Iterator[Any]:
 
 
 def _of_before(project: Path, client: Any) -> None:
-    """Removes what a killed canary has left in the account and in its engine's state."""
+    """Removes what an earlier, killed canary has left in the account and in its Pulumi state."""
     if not (project / "stacks").is_dir():
         return
     flight = Flight(
@@ -138,7 +140,7 @@ def _agreed() -> bool:
 
 
 def _embedded(args: argparse.Namespace, root: Path) -> int:
-    """Runs the canary on the embedded AWS. Its file says so, and lies among the rehearsals."""
+    """Runs the canary on the embedded AWS. Its file says so, and is in the folder of rehearsals."""
     from gpufleet.rehearsal import environment
 
     environment.forget_account()
@@ -160,7 +162,7 @@ def _embedded(args: argparse.Namespace, root: Path) -> int:
 
 
 def _flown(flight: Flight, region: str, folder: Path, *, embedded: bool) -> int:
-    """Runs the canary, writes the file, and prints what was refuted."""
+    """Runs the canary, writes the file, and prints the refuted assumptions."""
     why = flight.fly()
     beside = proofs.newest(folder.parents[1]) if embedded else None
     made = proof.make(flight, region, datetime.now(UTC), why=why, beside=beside, embedded=embedded)
@@ -170,7 +172,7 @@ def _flown(flight: Flight, region: str, folder: Path, *, embedded: bool) -> int:
 
 
 def _written(made: dict[str, Any], folder: Path) -> int:
-    """Writes the file and prints what it refutes; returns 1 if it refutes something."""
+    """Writes the file and prints the refuted assumptions; returns 1 if there is one."""
     path = proof.write(made, folder)
     for line in proof.lines(made):
         print(line)

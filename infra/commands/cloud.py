@@ -1,4 +1,4 @@
-"""`gpufleet cloud`: serves the embedded AWS alone, for your own pulumi, boto3 or aws in another shell."""
+"""`gpufleet cloud`: serves the embedded AWS without a rehearsal, for your own pulumi, boto3 or aws in another shell."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ def _wait_for_end(timeout_s: float | None) -> None:
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     piped = _is_pipe()
     while deadline is None or time.monotonic() < deadline:
-        # Python acts on signals between two instructions, so that one which comes right before a wait is seen after it
+        # Python acts on a signal between two instructions. A signal that comes right before a wait would be seen only
+        # after this wait, so each wait is short.
         wait_s = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
         readable, _, _ = select.select([sys.stdin] if piped else [], [], [], wait_s)
         if readable and not os.read(sys.stdin.fileno(), 4096):

@@ -1,5 +1,5 @@
-"""`gpufleet compare STACK`: ranks the file's scenarios, and every instance type for their work. It needs no account and
-no network.
+"""`gpufleet compare STACK`: ranks the file's scenarios, and every instance type for their work. The command needs no
+account and no network.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; 1 if no option can be run in time."""
+    """Prints the comparison. Returns 0, or 1 if no option can be run in time."""
     for name, file in (("--plot", args.plot), ("--html", args.html)):
         if file and not file.parent.is_dir():
             raise GpufleetError(f"{name} {file}: there is no folder {file.parent}; make it, or name another file")
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _drawn(compared: Comparison, args: argparse.Namespace) -> int:
-    """Draws the pictures and prints where they are; returns the exit code."""
+    """Draws the pictures and prints their paths; returns the exit code."""
     for file in filter(None, (args.plot, args.html)):
         print(f"\ndrawn: {file}")
     return 0 if compared.runnable else 1
@@ -89,6 +89,6 @@ def _draw(comparison: Comparison, path: Path) -> None:
 
 def _hours(text: str) -> float:
     with suppress(ValueError):
-        if 0 < float(text) <= LONGEST_H:  # excludes nan, too
+        if 0 < float(text) <= LONGEST_H:  # this also excludes nan
             return float(text)
     raise argparse.ArgumentTypeError(f"{text}: allowed are hours from now, above 0 and up to {LONGEST_H}, a year")

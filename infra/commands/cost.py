@@ -1,7 +1,7 @@
 """`gpufleet cost STACK`: prints the bill of a definition or of a campaign, without Pulumi, credentials or network.
 
-A scenario that cannot be launched (because of a buffer, or because nodes are held longer than the work needs) has a
-bill too, which says so. For a scenario that ran elsewhere, the command shows only the claim in the file.
+A scenario that cannot be launched (because it has a buffer, or keeps nodes longer than the work needs) has a bill too,
+and the bill says so. For a scenario that ran elsewhere, the command shows only the claim in the file.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the bill. Returns 1, and names the rule on standard error, if the bill breaks a rule of the project's
-    policy.yaml. Raises DefinitionError, after printing the bill, if the bill forbids the definition.
+    policy.yaml. Raises DefinitionError, after printing the bill, if the bill shows a reason to refuse the definition.
     """
     root = project_root(Path.cwd())
     now = datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""`gpufleet diff BASE HEAD`: two commits' stacks side by side in dollars, without account or network."""
+"""`gpufleet diff BASE HEAD`: compares the costs of the stacks in two commits, without account or network."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints or writes the review. Returns 0 if all is well, 1 if a p90 exceeds its bound or a rule is broken, and 2 if
-    a stack has no bill.
+    """Prints or writes the review. Returns 1 if a p90 exceeds its bound or a rule is broken, 2 if a stack has no bill,
+    and otherwise 0.
     """
     review = review_commits(project_root(Path.cwd()), args.base, args.head, args.policy)
     text = json.dumps(record(review), indent=2) + "\n" if args.json else render(review)
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes the whole file or nothing, because a workflow would also post an incomplete review."""
+    """Writes the whole file or nothing, because a workflow would post even an incomplete review."""
     if not path.parent.is_dir():
         raise GpufleetError(f"--out {path}: there is no folder {path.parent}; make it, or write elsewhere")
     try:

@@ -1,4 +1,4 @@
-"""`gpufleet init [NAME]`: makes the working folder, in a repository of your own, a project."""
+"""`gpufleet init [NAME]`: makes the working folder a project of gpufleet; it may be in a repository of your own."""
 
 from __future__ import annotations
 
@@ -65,12 +65,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _confirmed(root: Path) -> bool:
-    """Whether the user wants the files in a folder without a repository; False if nobody can be asked."""
+    """Whether the user agrees to write the files into a folder that is in no repository; False if there is no terminal
+    to ask.
+    """
     return sys.stdin.isatty() and input(f"{root} is in no git repository. Write a project here? [y/N] ") in ("y", "yes")
 
 
 def _refuse_others(root: Path) -> None:
-    """Raises GpufleetError if files of the folder would break every bill."""
+    """Raises GpufleetError if the folder has files that would make every bill fail."""
     try:
         load_catalog(root)
         observations(root)
@@ -98,7 +100,9 @@ def _project(root: Path, repository: Path) -> None:
 
 
 def _python(options: dict[str, str]) -> str:
-    """Which Python the Pulumi engine uses with these options, and what the user has to correct about it."""
+    """A sentence about which Python the Pulumi engine uses with these options, and what the user has to correct in
+    Pulumi.yaml.
+    """
     if options["toolchain"] != "pip":
         return f"the environment of {options['toolchain']}.lock"
     lacks = "" if find_spec("pip") else "; CHECK: it has no pip, which the engine needs to list packages: add it"
@@ -110,8 +114,8 @@ def _python(options: dict[str, str]) -> str:
 
 
 def _ignore(root: Path) -> None:
-    """Adds this environment and the files that commands write to .gitignore, unless they are listed there in some form.
-    An existing results/ belongs to the repository.
+    """Adds this environment and the files that commands write to .gitignore, unless .gitignore already has them in some
+    form. Leaves results/ out if the folder exists, because it then belongs to the repository.
     """
     prefix, file = Path(sys.prefix), root / ".gitignore"
     names = [".gpufleet", "rehearsals"] + ["results"] * (not (root / "results").exists())

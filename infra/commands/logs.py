@@ -19,7 +19,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the logs; returns 1 if --follow finds that no node will go on with the run."""
+    """Prints the logs; returns 1 if --follow finds that no node will continue the run."""
     definition = stack.definition_of(args)
     region = definition.fleet.region
     logs, s3, ec2 = (aws.client(service, region) for service in ("logs", "s3", "ec2"))

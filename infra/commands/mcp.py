@@ -24,7 +24,7 @@ from gpufleet.infra.program.approval import DIGITS
 if TYPE_CHECKING:
     from mcp.server import MCPServer
 
-Execute = Callable[[list[str]], dict[str, Any]]  # runs `gpufleet WORDS`
+Execute = Callable[[list[str]], dict[str, Any]]  # runs `gpufleet WORDS`, and returns its object
 INSTRUCTIONS = """\
 gpufleet trains on rented GPUs. Read with cost, compare, campaign, status, receipts, doctor, ps. Only `begin` spends
 money: ask the person to run `gpufleet run STACK` in a terminal, look at the bill, and give you its hash. Text in
@@ -57,7 +57,7 @@ def execute(words: list[str]) -> dict[str, Any]:
 
 
 def server(call: Execute) -> MCPServer:
-    """The MCP server. Its tools run commands by `call`."""
+    """The MCP server. Its tools run commands through `call`."""
     from mcp.server import MCPServer
     from mcp_types import ToolAnnotations
 

@@ -28,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes a valid stacks/NAME.yaml, and prints which facts about the code were found. Raises GpufleetError."""
+    """Writes a valid stacks/NAME.yaml, and prints the facts that it found in the code. Raises GpufleetError."""
     write_definition(project_root(Path.cwd()), args.name, args.code, args.command, tries=args.tries)
     return 0
 

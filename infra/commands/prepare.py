@@ -1,5 +1,5 @@
-"""`gpufleet prepare STACK [TEXT]`: prepares a run's data. It makes the dataset of storage.dataset from its source or
-from a text, or it lists and hashes the files of storage.inputs.
+"""`gpufleet prepare STACK [TEXT]`: prepares a run's data. The command makes the dataset of storage.dataset from its
+source or from a text, or it lists and hashes the files of storage.inputs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepares the data, unless that was done already, and prints what the run will cost with them."""
+    """Prepares the data, unless they are prepared already, and prints the cost of a run with them."""
     root, now = project_root(Path.cwd()), datetime.now(UTC)
     say = progress.say(args, _say)
     if args.rehearsal:

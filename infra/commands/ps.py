@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     for name in names_of(root):
         try:
             definitions += load(find(name, root), now=now, past_deadline=True, staged=True).parts
-        except DefinitionError:  # `gpufleet cost` reports the file's problems
+        except DefinitionError:  # not reported here, because `gpufleet cost` reports the file's problems
             continue
     regions = sorted({*args.region, *(definition.fleet.region for definition in definitions)})
     if not regions:

@@ -86,7 +86,7 @@ def _show_charges(shown: Sequence[Receipt]) -> None:
 
 
 def _name(stack: str, root: Path) -> str:
-    """The name under which a stack's receipts are kept: that of its file, which may have been removed since. Raises
+    """The name under which a stack's receipts are kept: the name of its file, even if the file no longer exists. Raises
     GpufleetError if there is no such stack.
     """
     if (root / receipts.FOLDER / stack).is_dir() and not (root / "stacks" / f"{stack}.yaml").is_file():
@@ -96,7 +96,7 @@ def _name(stack: str, root: Path) -> str:
 
 def table(receipts_shown: Sequence[Receipt], causes: Iterable[str]) -> Iterator[str]:
     """One line per run, with the USD of each cause in `causes`, or, if `causes` is empty, with the cost within the
-    bill's range. The column `graded` has `-` if the run does not count.
+    bill's range. The column `graded` has `-` if the run is not included in the score.
     """
     causes = tuple(causes)
     columns = (
@@ -124,7 +124,7 @@ def _cause(name: str) -> Callable[[Receipt], Decimal]:
 
 
 def summary(total: Accuracy) -> Iterator[str]:
-    """The score in three lines."""
+    """Three lines about how accurate the bills were."""
     yield f"{total}." if total.inside is None else f"{total} (target {receipts.TARGET * 100:.0f} %)."
     yield f"Bias: {total.bias_percent:+.1f} %, the median difference of actual from estimated cost."
     causes = ", ".join(f"{name} {percent:.1f} %" for name, percent in total.by_cause.items())

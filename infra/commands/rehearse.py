@@ -1,4 +1,4 @@
-"""`gpufleet rehearse STACK`: makes the whole run on this machine, against an embedded AWS."""
+"""`gpufleet rehearse STACK`: carries out the whole run on this machine, on an embedded AWS."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 if everything held, 1 if a step failed, 130 after Ctrl-C."""
+    """Returns 0 if all promises held, 1 if one was broken or a step failed, and 130 after Ctrl-C."""
     if args.all and args.again:
         raise GpufleetError("--exact and --limit are for one command: name its stack instead of --all")
     if args.all and args.stack:
@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
         names = ", ".join(names_of(project_root(Path.cwd()))) or "none in stacks/ here"
         raise GpufleetError(f"which stack is to be rehearsed? There are {names}; --all rehearses each in turn")
     if not args.all:
-        selected(args.stack, project_root(Path.cwd()))  # reports a misspelled stack before seconds of imports
+        # reports a misspelled stack at once, before imports that take seconds
+        selected(args.stack, project_root(Path.cwd()))
     environment.forget_account()
     try:
         from gpufleet.rehearsal.rehearse import rehearse, rehearse_all

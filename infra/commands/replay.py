@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the outcome on the traces. Returns 0 if the bill's range held, else 1."""
+    """Prints the outcome on the traces. Returns 0 if the bill's range held, and 1 otherwise."""
     traces = [read_trace(path) for path in args.traces]
     type_, exposure = _exposure(args)
     gpus = load_catalog().instances[type_].gpu_count
@@ -50,9 +50,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _exposure(args: argparse.Namespace) -> tuple[str, Exposure]:
-    """The bill's instance type, and the exposure of its run on spot, with --work-hours hours of work if given."""
+    """The bill's instance type, and the exposure of its run on spot. If --work-hours is given, the run has this many
+    hours of work.
+    """
     definition, root = stack.definition_of(args), project_root(Path.cwd())
-    # a trace must not judge a hazard that was learned from it
+    # A trace must not be used to test a hazard that was learned from the same trace.
     side = bill_of(definition, root, load_catalog(), but=args.traces).spot
     if side is None:
         raise GpufleetError(f"{definition.source}: no listed type has a spot price here, so nothing can be replayed")

@@ -54,8 +54,8 @@ def _write(target: Path, content: bytes) -> None:
 
 
 def _brought(described: CampaignFile, root: Path) -> Path:
-    """The folder of the campaign's documents, to which those in its bucket were added. If there is no bucket, as after
-    `gpufleet campaign NAME --forget`, nothing is added.
+    """The folder of the campaign's documents, after the documents in its bucket were added to it. If there is no
+    bucket, as after `gpufleet campaign NAME --forget`, nothing is added.
     """
     folder = results_folder(described, root)
     first = campaigns.trials(described, root)[:1]
@@ -68,7 +68,7 @@ def _brought(described: CampaignFile, root: Path) -> Path:
 
 
 def _newest(root: Path, name: str, run_id: str) -> Path:
-    """The folder of the run's results: the newer one of `gpufleet results` and of a rehearsal."""
+    """The folder with the run's results: that of `gpufleet results` or that of a rehearsal, whichever is newer."""
     places = (root / "results" / name / run_id, root / "rehearsals" / name / run_id / "results")
     there = [place for place in places if (place / RECEIPT).is_file()]
     if not there:

@@ -1,7 +1,6 @@
-"""`gpufleet run NAME`: carries out a whole run: its bill, an approval, up, wait, results, destroy, sweep.
-
-The command keeps no state. What exists shows how far the run is: the stack's output, its fleet, the run's folder in the
-bucket, the results on this machine. So the same command goes on wherever an earlier one was stopped.
+"""`gpufleet run NAME`: carries out a whole run: bill, approval, up, wait, results, destroy, sweep. The command keeps no
+state. The command sees how far the run is from the stack's output, its fleet, the run's folder in the bucket, and the
+results on this machine. So the same command continues wherever an earlier one was interrupted.
 """
 
 from __future__ import annotations
@@ -57,17 +56,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 if the run is over and nothing unwanted is left; 1 if it was not approved, left no results, or left something
-    in the account.
+    """Returns 0 if the run is over and nothing unwanted is left; 1 if the user did not approve the run, or if it left
+    no results, or left something in the account.
     """
     return opened(args).carry_out()
 
 
 def opened(args: argparse.Namespace) -> WholeRun:
-    """The run of STACK, whose Pulumi stack is made and selected."""
+    """The run of STACK. Makes and selects its Pulumi stack first."""
     root = project_root(Path.cwd())
     name = Path(args.stack).stem if is_path(args.stack) else args.stack
-    definition = stack.definition_of(args, staged=True)  # first: a mistyped name makes no Pulumi stack
+    definition = stack.definition_of(args, staged=True)  # read first, so that a mistyped name makes no Pulumi stack
     engine = pulumi_cli.PulumiStack(root=root, name=name)
     engine.select()
     return WholeRun(args=args, definition=definition, root=root, engine=engine)
@@ -75,13 +74,13 @@ def opened(args: argparse.Namespace) -> WholeRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeRun:
-    """Carries a run on, from wherever it is, to its end."""
+    """Continues a run from the point that it has reached to its end."""
 
     args: argparse.Namespace
     definition: StackDefinition
     root: Path
     engine: RunEngine
-    begins_with: str = ""  # the command that begins it; empty for `gpufleet run STACK`
+    begins_with: str = ""  # the command that begins the run; empty for `gpufleet run STACK`
     sleep: Callable[[float], None] = time.sleep
 
     def carry_out(self) -> int:
@@ -150,15 +149,15 @@ class WholeRun:
         return self._of_stack() == self.definition.run.id or bool(self._fleets())
 
     def _present(self) -> StageSeen:
-        """The stage that the run is in, or has ended with."""
+        """The stage that the run is in; after its end, the last one that it reached."""
         return stages.begun(self.definition, self._client("s3"))[-1]
 
     def _of_stack(self) -> str | None:
-        """The run of the last complete `up`; None after a destroy."""
+        """The id of the run for which `up` was last completed; None after a destroy."""
         return (self.engine.outputs().get("run") or {}).get("id")
 
     def _came_to_nothing(self, seen: StageSeen) -> bool:
-        """Whether `up` was done, and the stage has neither a node nor a fleet that will launch one."""
+        """Whether `up` is completed, but the stage has neither a node nor a fleet that will launch one."""
         fleets = self._fleets(seen.stage)
         called_off = seen.is_called_off and not any(map(wants, fleets))
         if self._of_stack() != self.definition.run.id or (fleets and not called_off):
@@ -166,13 +165,15 @@ class WholeRun:
         return all(node["State"]["Name"] in GONE for node in nodes_of(self._client("ec2"), seen.stage))
 
     def _fleets(self, *parts: StackDefinition) -> list[dict[str, Any]]:
-        """The fleets of these parts of the run, or of all, that may launch nodes."""
+        """The fleets that may launch nodes for these parts of the run; without an argument, for all parts."""
         now, owner, ec2 = datetime.now(UTC), self.definition.run.owner, self._client("ec2")
         fleets = [fleet for part in parts or self.definition.parts for fleet in fleets_of(ec2, part)]
         return [fleet for fleet in fleets if not is_over(fleet, now) and aws.owner_of(fleet) in ("", owner)]
 
     def plan(self) -> plan.Plan:
-        """What `up` would begin now. Raises GpufleetError for what it would refuse, or what breaks policy.yaml."""
+        """The plan of what `up` would begin now. Raises GpufleetError if `up` would refuse it, or if it breaks
+        policy.yaml.
+        """
         staged, now = bool(self.definition.stages), datetime.now(UTC)
         definition = stack.definition_of(self.args, past_deadline=False, staged=staged)
         if missing := dict.fromkeys(line for part in definition.parts for line in not_ready(part, self.root)):
@@ -206,7 +207,7 @@ class WholeRun:
             print(f"gpufleet: {warning}", file=sys.stderr)
         usd = {name: f"{amount:.2f}" for name, amount in asdict(made.usd).items()}
         self._tell("not approved", usd=usd | {"stops_before": f"{self.definition.limits.max_usd:.2f}"})
-        if self.args.approve:  # the right hash is not shown, so that a wrong guess does not reveal it
+        if self.args.approve:  # the right hash is not printed, so that nobody gets it by a wrong guess
             print(f"{self.args.approve} is not the hash of this bill, which has not been approved.")
         else:
             begins = self.begins_with or f"gpufleet run {self.definition.argument}"
@@ -214,15 +215,16 @@ class WholeRun:
         return digits if agreed() else ""
 
     def _wait(self) -> int:
-        """Waits until the run is over; if it cannot go on by itself, prints why and returns 1. The run does not need
-        this: stopping the command changes nothing about it.
+        """Waits until the run is over; if it cannot go on by itself, prints why and returns 1. The run does not depend
+        on this: if the command is stopped, the run goes on.
         """
         ec2, s3, scheduler = (self._client(service) for service in ("ec2", "s3", "scheduler"))
         printed, watches = "", dict[str, WaitLoop]()
         while not self.is_over():
             stage = self._present().stage
             of_stage = WaitLoop(definition=stage, ec2=ec2, s3=s3, sleep=self.sleep)
-            watch = watches.setdefault(stage.run.id, of_stage)  # each has said things that it says only once
+            # each of them remembers what it has printed, because it prints each thing only once
+            watch = watches.setdefault(stage.run.id, of_stage)
             if code := watch.until_node(math.inf):
                 return 0 if self.is_over() else code
             line = headline(list(stages.report(self.definition, ec2, s3, datetime.now(UTC), scheduler)))
@@ -233,7 +235,7 @@ class WholeRun:
         return 0
 
     def _require_own_stack(self) -> None:
-        """Raises GpufleetError if another run of the stack is up, which a destroy would end."""
+        """Raises GpufleetError if another run of the stack exists, because a destroy would end that run too."""
         began = self._of_stack()
         if began and began != self.definition.run.id:
             raise GpufleetError(

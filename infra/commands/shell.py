@@ -1,7 +1,5 @@
-"""`gpufleet shell STACK`: opens a shell in the training container by Session Manager, so that no port of a node is
-open.
-
-It asks AWS for a session as the AWS CLI does, and passes it to AWS's plugin, which talks to the node.
+"""`gpufleet shell STACK`: opens a shell in the training container by Session Manager, so that no port of a node has to
+be open. The command asks AWS for a session, as the AWS CLI does. AWS's plugin uses this session to connect to the node.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ def open_shell(definition: StackDefinition, ec2: Any, ssm: Any, *, on_node: bool
         raise
     answer = {key: session[key] for key in ("SessionId", "TokenValue", "StreamUrl")}
     region, profile = definition.fleet.region, os.environ.get("AWS_PROFILE", "")
-    # The plugin reads the session from this variable, because everybody on this machine could see an argument.
+    # The session is passed in this variable, and not as an argument, which everybody on this machine could see.
     variable = "AWS_SSM_START_SESSION_RESPONSE"
     words = (PLUGIN, variable, region, "StartSession", profile, json.dumps(asked), ssm.meta.endpoint_url)
     return start(words, {variable: json.dumps(answer)})

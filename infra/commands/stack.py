@@ -27,7 +27,7 @@ def argument(parser: argparse.ArgumentParser, *, earlier_runs: bool = False) -> 
 
 
 def _id(text: str) -> str:
-    """The run id. An empty one is refused, because it usually comes from an unset shell variable."""
+    """The run id. An empty id is refused, because it usually comes from an unset shell variable."""
     rule, (run, slash, stage) = RULES[Run, "id"], text.partition("/")
     if not re.fullmatch(rule.pattern, run) or (slash and not NAME.fullmatch(stage)):
         raise argparse.ArgumentTypeError(f"{text!r} is not accepted; allowed: {rule.allowed}")
@@ -41,8 +41,8 @@ def path_of(args: argparse.Namespace) -> Path:
 
 def definition_of(args: argparse.Namespace, *, past_deadline: bool = True, staged: bool = False) -> StackDefinition:
     """The definition that the stack runs, or that of a stage with --run ID/STAGE. If the stack runs a scenario, it is
-    named on standard error. `staged`: the command also accepts a run with several stages as a whole. `past_deadline`:
-    the deadline may have passed, because the run can still be looked at and swept.
+    named on standard error. `staged`: whether the command also accepts a run with several stages as a whole.
+    `past_deadline`: whether the deadline may have passed, as for commands that look at a run or sweep it.
     """
     chosen = _chosen(args)
     run = getattr(args, "run_id", None) or ""
@@ -69,7 +69,9 @@ def _stage_of(definition: StackDefinition, run: str) -> StackDefinition:
 
 
 def _chosen(args: argparse.Namespace) -> Selected:
-    """The selection that STACK names. Warns if the file belongs to another project than the current folder."""
+    """The file and scenario that STACK names. Warns if the file belongs to a project other than that of the current
+    folder.
+    """
     root = project_root(Path.cwd())
     chosen = selected(args.stack, root)
     home = project_root(chosen.path.resolve().parent)

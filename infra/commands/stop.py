@@ -17,6 +17,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     definition = stack.definition_of(args, staged=True)
     region = definition.fleet.region
-    for part in definition.parts:  # later stages must see the request too
+    for part in definition.parts:  # later stages must find the request too
         ask(part, aws.client("ec2", region), aws.client("s3", region), datetime.now(UTC))
     return 0

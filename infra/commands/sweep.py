@@ -23,13 +23,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 1 if something unwanted is left, and 2 if nothing was seen but AWS does not show everything."""
+    """Returns 1 if something unwanted is left, and 2 if nothing unwanted was seen but AWS does not show everything."""
     definition = stack.definition_of(args, staged=True)
     region = definition.fleet.region
     who = checks.identity(aws.client("sts", region))
     if who.state == "problem":
         raise AwsRefused(who.found)
-    print(f"{region}, {who.found}:")  # names the account, because in a wrong one everything would look clean
+    # the line names the account, because nothing of the stack would be found in a wrong one
+    print(f"{region}, {who.found}:")
 
     def list_leftovers() -> list[Left]:
         return list(look(definition, aws.client, datetime.now(UTC)))

@@ -1,7 +1,6 @@
-"""`gpufleet tensorboard STACK`: shows a run's figures in TensorBoard on this machine, as they come.
-
-It follows metrics.jsonl in the run's bucket, so that it needs no connection to a node, and also works for a command and
-for a run that has ended.
+"""`gpufleet tensorboard STACK`: shows a run's metric values in TensorBoard on this machine, as they come. The command
+reads metrics.jsonl in the run's bucket again and again. So it needs no connection to a node, and also works for a run
+of a user's command and for a run that has ended.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.contract import metrics
 from gpufleet.job.contract.workdir import METRICS
 
-EVERY_S = 30.0  # seconds between two reads; a node sends its lines with each heartbeat
+EVERY_S = 30.0  # seconds between two reads; a node uploads its lines with each heartbeat
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,13 +32,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until Ctrl-C."""
+    """Runs TensorBoard until Ctrl-C."""
     definition = stack.definition_of(args)
     return serve(definition, aws.client("s3", definition.fleet.region), port=args.port)
 
 
 class Board:
-    """An event file in `folder` with the figures of metrics.jsonl."""
+    """An event file in `folder` with the metric values of metrics.jsonl."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -50,7 +49,7 @@ class Board:
 
     def follow(self, content: bytes) -> int:
         """Writes the new lines of `content`, which is the whole file so far, and returns their number. If a later node
-        repeats steps, its figures replace the earlier ones.
+        repeats steps, its values replace the earlier ones.
         """
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary

@@ -1,1 +1,1 @@
-"""Compares other instance types, regions and ways of buying for the same work."""
+"""Compares instance types, regions and markets for the same work."""

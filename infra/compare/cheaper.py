@@ -32,7 +32,8 @@ from gpufleet.job.text import counted
 
 SHOWN = 3
 REFINED = 6  # rows that are simulated with more runs, so that noise neither adds an option to the list nor hides one
-ATTEMPTS = 64  # nodes after which a run is extrapolated, which moves the mean by less than ranking.LEAST
+# after this many nodes the rest of a simulated run is extrapolated; this changes the mean by less than ranking.LEAST
+ATTEMPTS = 64
 SURE = 0.8  # an option must be cheaper in at least this share of runs
 CENT = Decimal("0.01")
 LATE = 0.1  # at most this share of runs may miss the deadline, as for other limits
@@ -42,14 +43,14 @@ LATE = 0.1  # at most this share of runs may miss the deadline, as for other lim
 class Cheaper:
     """Options that cost less than the bill in at least SURE of the runs, in the definition's region."""
 
-    rows: tuple[Row, ...]  # the SHOWN allowed options with the lowest mean
+    rows: tuple[Row, ...]  # the allowed options with the lowest mean, at most SHOWN
     more: int  # number of further options
-    unsure: int  # number of options with a lower mean that are cheaper in fewer runs than SURE
+    unsure: int  # number of options that have a lower mean, but are cheaper in a share of runs below SURE
     # number of cheaper options that exceed a limit or miss the deadline in more than one run in ten, or break a rule
     beyond: int
-    assumed: frozenset[str]  # types of `rows` with an assumed or guessed speed, if the bill's own is neither
+    assumed: frozenset[str]  # types of `rows` whose speed is assumed or guessed, if that of the bill is not
     command: str  # the command that shows all options
-    # minutes of set-up, and the USD that half of it would save; None if they are too few
+    # minutes of set-up, and the USD that half of it would save; None if these USD are too few to be shown
     half_setup: tuple[float, Decimal] | None = None
 
     def lines(self) -> Iterator[str]:
@@ -112,7 +113,7 @@ def bill_and_cheaper(
     rules: policy.Policy | None,
     not_ready: Sequence[str] = (),
 ) -> tuple[Bill, Cheaper | None]:
-    """The bill, and the cheaper options within the limits and the project's `rules`. Raises like price()."""
+    """The bill, and the cheaper options within the limits and the project's `rules`. Raises the errors of price()."""
     study = Study(
         catalog,
         hazards=learn(observations(root)),
@@ -190,8 +191,8 @@ def _with_chance(rows: Sequence[Row], own: simulation.SimulatedRuns) -> list[Row
 def _half_setup(
     minutes: float, own: simulation.SimulatedRuns, quick: simulation.SimulatedRuns
 ) -> tuple[float, Decimal] | None:
-    """The minutes of the bill's set-up, and the USD that its p50 would save if each start took half as long; None if
-    they are below LEAST.
+    """The minutes of the bill's set-up, and by how many USD p50 would fall if each set-up took half as long; None if
+    this is below LEAST.
     """
     p50, less = (Decimal(simulation.quantiles(outcome.usd)[1]) for outcome in (own, quick))
     return (minutes, (p50 - less).quantize(CENT)) if p50 - less >= max(ranking.LEAST * p50, CENT) else None

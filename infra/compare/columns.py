@@ -1,5 +1,5 @@
-"""Defines each figure of a comparison once. Tables on a terminal, on a page and in a notebook, the JSON and the public
-record select these figures by key.
+"""Defines each column of a comparison once. The tables on a terminal, on a page and in a notebook, the JSON and the
+public record select these columns by key.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def number(value: Decimal) -> str:
 
 
 def marks(row: Row) -> Iterator[str]:
-    """Yields marks for a row's drawbacks."""
+    """Yields the marks that show a row's drawbacks."""
     if row.reference:
         yield "reference"
         return
@@ -77,7 +77,7 @@ def _or_dash(form: str) -> Any:
 
 
 def _part(key: str, head: str, unit: str, figure: str, part: str) -> Column:
-    """The column for a quantile of a figure, or its mean."""
+    """The column with one quantile, or with the mean, of a quantity."""
 
     def value(row: Row) -> Decimal | None:
         whole = getattr(row, figure)

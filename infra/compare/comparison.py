@@ -25,7 +25,7 @@ class Comparison:
     """The scenarios of a file, and every option for their work."""
 
     definition: StackDefinition  # the file, or the chosen scenario; all options are compared in its region
-    scenario: str  # the name of the chosen scenario, or else of the scenario that equals the file
+    scenario: str  # the name of the chosen scenario; if none was chosen, of the scenario that equals the file
     listed: list[Row]  # the file's scenarios, in order
     rows: list[Row]  # the ranked options
     frontier: list[Row]  # the best options
@@ -40,7 +40,7 @@ class Comparison:
 
     @property
     def own_rows(self) -> list[Row]:
-        """The options for the chosen scenario's work, for the picture."""
+        """The options for the chosen scenario's work, which the picture shows."""
         return [row for row in self.rows if self.scenario in row.scenario.split(", ")]
 
     @property
@@ -50,13 +50,15 @@ class Comparison:
 
     @property
     def regions(self) -> list[Row]:
-        """The work in each region, the cheapest first. It is simulated on demand, because few screens show it."""
+        """The work in each region, the cheapest first. The work is simulated only when an output needs it, because few
+        outputs show it.
+        """
         return ranking.every_region(self.definition, self.study)
 
     @property
     def batches(self) -> list[Row]:
-        """The work with the file's batch, then with larger ones, simulated on demand; empty if no larger one is
-        possible.
+        """The work with the file's batch, then with larger batches; empty if no larger batch is possible. It is
+        simulated only when it is needed.
         """
         return ranking.every_batch(self.definition, self.study)
 

@@ -10,8 +10,8 @@ from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.market import WAYS
 
-SHOWN = 20  # the cheapest options that are shown, besides those of the frontier
-LINE_IN = 0.19  # inches from one option to the next
+SHOWN = 20  # number of the cheapest options that are shown, in addition to those of the frontier
+LINE_IN = 0.19  # distance in inches from one option to the next
 LOG_FROM = 6  # if the largest figure is this many times the smallest, the scale is logarithmic
 CAPTION = "dot: p50, line: p10 to p90; bold: nothing is cheaper and sooner"
 
@@ -22,7 +22,8 @@ KINDS = (".png", ".svg")
 def drawn(rows: Sequence[Row], frontier: Sequence[Row], title: str, kind: str) -> bytes:
     """The picture's bytes; `kind` is one of KINDS. Raises GpufleetError if matplotlib is not installed."""
     try:
-        from matplotlib.figure import Figure  # not pyplot, which would set the drawing backend of a user's notebook
+        # pyplot is not used, because it would set the drawing backend of a user's notebook
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise GpufleetError(f"a picture needs matplotlib ({error}): pip install 'gpufleet[report]'") from error
     figure, into = Figure(figsize=(10, height(rows, frontier)), layout="constrained"), io.BytesIO()
@@ -62,14 +63,16 @@ def fill(figure: Any, rows: Sequence[Row], frontier: Sequence[Row], shades: Mapp
 
 
 def _shown(rows: Sequence[Row], frontier: Sequence[Row]) -> list[Row]:
-    """The frontier and the cheapest others, by dollars."""
+    """The options of the frontier and the cheapest other options, by dollars."""
     able = [row for row in rows if row.ranked and row.usd and row.wall_hours]
     chosen = {id(row): row for row in [*able[:SHOWN], *frontier]}
     return sorted(chosen.values(), key=lambda row: row.usd.p50 if row.usd else 0)
 
 
 def _scale(axes: Any, figures: Sequence[float]) -> None:
-    """Makes the axis begin at 0 if the figures have similar sizes, else logarithmic; ticks are plain figures."""
+    """Makes the axis begin at 0 if the values have similar sizes, and makes it logarithmic otherwise. Its labels are
+    plain numbers.
+    """
     from matplotlib import ticker
 
     ratio = max(figures) / min(figures)

@@ -3,8 +3,8 @@
 Both views consist of Row objects. `scenarios` prices each scenario of the file on its own fleet, beside the scenario's
 claim. `every_option` prices each distinct piece of work among the scenarios on every type of the catalog, on spot and
 on demand. Options in time are ranked by mean dollars; every other option says why it is not ranked. The definition's
-limits do not stop a run here, because a run that is stopped early is cheap but not done. Rows beyond a limit are
-marked.
+limits do not stop a simulated run here, because a run that is stopped early is cheap but its work is not done. Rows
+that exceed a limit are marked.
 """
 
 from __future__ import annotations
@@ -31,17 +31,20 @@ from gpufleet.infra.risk import simulation
 if TYPE_CHECKING:
     from gpufleet.infra.risk.deadline import DeadlinePlan
 
-# simulated runs per row of every_option; the rows that are shown are simulated again: the first row of each work
+# The number of simulated runs per row of every_option. The first rows of each work are simulated again with more runs
+# (`refined`).
 RUNS_EACH = 250
 RUNS_SHOWN = 2_000
 NODE_COUNTS = (2, 4, 8)
-ATTEMPTS_EACH = 24  # simulated nodes of such a run before the rest is extrapolated
-REFINED, REFINED_EACH = 12, 3  # rows with so many: those that an answer shows and two more; at least for each work
+ATTEMPTS_EACH = 24  # after this many nodes the rest of such a simulated run is extrapolated
+# number of rows that are simulated with more runs (those of an answer and two more), and the least number of them for
+# each work
+REFINED, REFINED_EACH = 12, 3
 # USD per GB from one region to another, for most pairs in AWS's table of EC2 data transfer (read 2026-11); some cost
 # more.
 BETWEEN_REGIONS = Decimal("0.02")
-SURE = 0.5  # an option that misses the deadline in a larger share of runs is not ranked
-# a smaller relative difference in dollars or hours is only noise of the simulation
+SURE = 0.5  # an option is not ranked if a larger share of its runs misses the deadline
+# A relative difference in dollars or hours that is smaller than this is only noise of the simulation.
 LEAST = Decimal("0.02")
 
 
@@ -79,8 +82,9 @@ def every_option(
     likely: bool = True,
 ) -> list[Row]:
     """A row for every (work, type, capacity), and for the work's own types also on several nodes. The best row comes
-    first; rows that cannot run come last, with the reason. `below`: only rows that may have a mean below this many USD,
-    in no order. `likely`: whether to use the price that a fleet may expect, not that of its most expensive zone.
+    first; rows that cannot run come last, with the reason. `below`: if given, only rows whose mean may be below this
+    many USD are returned, and they are not in order. `likely`: whether to use the price that a fleet may expect,
+    instead of that of its most expensive zone.
     """
     catalog = study.catalog
     drafts: list[Row] = []
@@ -118,13 +122,13 @@ def every_option(
 
 
 def _is_sold(type_: str, region: str, catalog: Catalog) -> bool:
-    """Whether the region offers nodes of the type at a known price."""
+    """Whether the region offers the type, and its price there is known."""
     priced = (type_, region) in catalog.spot_prices or (type_, region) in catalog.on_demand_prices
     return priced and not catalog.instances[type_].unusable
 
 
 def _compute_usd(option: TypeCost, price: Price | None) -> Decimal | None:
-    """USD for the nodes of an uninterrupted run; None if it cannot be run."""
+    """USD for the nodes of an uninterrupted run; None if the row cannot be run."""
     if price is None or option.runtime is None or not option.holds_the_job:
         return None
     return price.amount * Decimal(option.runtime.total_s / 3600)
@@ -159,8 +163,8 @@ def every_region(definition: StackDefinition, study: Study, *, runs: int = RUNS_
 
 
 def every_batch(definition: StackDefinition, study: Study, *, runs: int = RUNS_EACH) -> list[Row]:
-    """The work with the file's batch, then with larger batches: each on the type and capacity with the lowest
-    uninterrupted cost. Empty if the parameters allow no larger batch.
+    """One row for the work with the file's batch, then rows for larger batches. Each is on the type and capacity with
+    the lowest uninterrupted cost. Empty if the parameters allow no larger batch.
     """
     larger = [
         (variant.setting, variant.config) for variant in definition.job.parameters.variants() if not variant.narrower
@@ -176,7 +180,8 @@ def every_batch(definition: StackDefinition, study: Study, *, runs: int = RUNS_E
         basis = _by_the_hour(study.basis(other, study.catalog.instances))
         config = basis.definition.job.parameters
         doubts = len([*config.doubts(max(phase.steps for phase in config.phases()))])
-        if drafts and doubts > doubted:  # such as a warm-up as long as the run; larger batches are no better
+        # such as a warm-up that is as long as the run; this is no better with still larger batches
+        if drafts and doubts > doubted:
             break
         doubted = doubts
         drafts += _on_the_cheapest(basis, name, _on_every_type(basis), study.hours_left)
@@ -184,7 +189,7 @@ def every_batch(definition: StackDefinition, study: Study, *, runs: int = RUNS_E
 
 
 def _moves_elsewhere(definition: StackDefinition) -> bool:
-    """Whether the work can move to another type; that of a run elsewhere cannot."""
+    """Whether the work can move to another type. The work of a run elsewhere cannot."""
     market = definition.fleet.bought_as(definition.fleet.market.by_the_hour).market
     return market.moves_elsewhere and not definition.variant.reference
 
@@ -200,8 +205,8 @@ def _on_every_type(basis: BillBasis) -> list[TypeCost]:
 
 
 def _on_the_cheapest(basis: BillBasis, name: str, known: Iterable[TypeCost], hours_left: float | None) -> list[Row]:
-    """The work on the type and capacity with the lowest uninterrupted cost, among those on which the job fits and that
-    have a price; if some of these are in time, among these. Empty if there is none.
+    """The row with the lowest uninterrupted cost, among the types and capacities on which the job fits and which have a
+    price. If some of them meet the deadline, only these are compared. Empty if there is none.
     """
     most_s = math.inf if hours_left is None else hours_left * 3600
     priced = [
@@ -222,7 +227,7 @@ def _unstated(work: StackDefinition) -> StackDefinition:
 
 
 def _brought(work: StackDefinition, region: str) -> Decimal:
-    """USD to read the inputs from another region, if they are in a bucket of the file's region."""
+    """USD of the transfer if a run in another region reads inputs that are in a bucket of the file's region."""
     if region == work.fleet.region:
         return Decimal(0)
     sizes, storage = work.job.parameters.sizes(), work.storage
@@ -241,7 +246,7 @@ def chance_below(one: Side | None, other: Side | None) -> float | None:
 
 
 def _own(rows: Sequence[Row], name: str, fleet: Fleet) -> Side | None:
-    """The most expensive of the types that the work's file lists, which the bill prices."""
+    """The row of the most expensive type that the work's file lists. The bill prices this type."""
     sides = [
         row.side
         for row in rows
@@ -271,8 +276,8 @@ def refined(rows: Sequence[Row], *, hours_left: float | None = None) -> list[Row
 
 
 def frontier(rows: Sequence[Row]) -> list[Row]:
-    """The rows that can be run and that no other row of the same work beats in both mean dollars and median wall-clock
-    hours. A more expensive row must be faster by more than the simulation's noise.
+    """The rows that can be run, without those that another row of the same work beats in both mean dollars and median
+    wall-clock hours. A more expensive row is included only if it is faster by more than the simulation's noise.
     """
     best: dict[str, list[Row]] = {}
     able = [row for row in rows if row.ranked and row.usd and row.wall_hours]
@@ -284,8 +289,8 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
 
 
 def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> list[tuple[StackDefinition, str]]:
-    """One scenario for each (parameters, estimate, hold, storage, nodes, zone ids), with the names of all that share
-    these, and with their widest limits.
+    """One scenario for each (parameters, estimate, hold, storage, nodes, zone ids), with the names of all scenarios
+    that share these, and with the widest of their limits.
     """
     groups: dict[tuple[object, ...], list[StackDefinition]] = {}
     for variant in variants or (definition,):
@@ -325,8 +330,8 @@ def _highest(ceilings: Iterable[Decimal | None]) -> Decimal | None:
 
 
 def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int]:
-    """The numbers of nodes for which a type gets a row: one; for the work's own types, also the file's number, and
-    those of NODE_COUNTS that its job can use.
+    """The numbers of nodes for which a type gets a row. Every type gets a row for a single node. The types in the file
+    also get a row for the file's number of nodes, and for those of NODE_COUNTS that the job can use.
     """
     config, own = work.job.parameters, work.nodes
     rows = config.rows()
@@ -338,7 +343,7 @@ def node_counts(work: StackDefinition, type_: str, catalog: Catalog) -> list[int
 
 
 def _by_the_hour(basis: BillBasis) -> BillBasis:
-    """The work without its prepaid Capacity Block, which does not pay for other ways to run the work."""
+    """The work without its prepaid Capacity Block, because other ways to run the work cannot use the block."""
     work = basis.definition
     return basis.with_definition(replace(work, fleet=work.fleet.bought_as(work.fleet.market.by_the_hour)))
 
@@ -354,7 +359,7 @@ def _in_order(rows: Iterable[Row]) -> list[Row]:
 
 
 def with_reasons(rows: Iterable[Row], hours_left: float | None) -> list[Row]:
-    """The rows in order; the reason of each compares it with the first row of the same work."""
+    """The rows in order, each with its reason, which compares it with the first row of the same work."""
     ordered = _in_order(rows)
     first: dict[str, Row] = {}
     for row in ordered:
@@ -387,7 +392,9 @@ def _lost(row: Row, best: Row | None, hours_left: float | None) -> str:
 
 
 def default_scenario(definition: StackDefinition, variants: Sequence[StackDefinition]) -> str:
-    """The name of the scenario that equals the file, except for holding its node; or else of the first priced one."""
+    """The name of the scenario that equals the file, except that it may keep its node longer. If there is none, the
+    name of the first scenario that has a price.
+    """
     own = [variant for variant in variants if not variant.variant.only_priced and _work(variant) == _work(definition)]
     priced = [variant for variant in variants if not variant.variant.reference]
     return next((variant.scenario for variant in (*own, *priced, *variants)), "") or definition.name
@@ -398,8 +405,8 @@ def _work(definition: StackDefinition) -> tuple[object, ...]:
 
 
 def deadline_policy(rows: list[Row], scenario: str, hours_left: float | None) -> tuple[DeadlinePlan, str] | None:
-    """For the work of this scenario: the policy on the best type that has both prices, and that type; None if there is
-    no deadline.
+    """Returns the deadline policy for the work of this scenario, and its type: the best type that has both a spot and
+    an on-demand price. None if there is no deadline.
     """
     from gpufleet.infra.risk import deadline
 

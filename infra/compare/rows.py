@@ -1,8 +1,7 @@
-"""The rows of a comparison. A row is a way to do a piece of work, drafted from the catalog and filled by simulated
-runs.
-
-Rows are drafted one by one and simulated together. They share random draws, so that their differences are not noise,
-and rows with the same exposure to interruptions share its simulated runs.
+"""The rows of a comparison. A row is a way to do a piece of work. A row is drafted from the catalog, and simulated runs
+fill in its costs and hours. Rows are drafted one by one and simulated together. All rows use the same random numbers,
+so that the differences between rows are not noise. Rows with the same exposure to interruptions share the simulated
+runs of this exposure.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from gpufleet.infra.risk.hazard import Hazards
 from gpufleet.infra.text import hours
 from gpufleet.job.text import counted
 
-# what tables show for the basis of a row's speed
+# the mark that tables show for the source of a row's speed
 BASIS = {"measured": "measured", "declared": "declared", "guessed": "guessed", "derived": "target"}
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """The data for all rows of a comparison, besides their work. `find_basis` returns the project's data for a
-    definition, with the measurements on these types; it is None if there are no such data.
+    """The data that all rows of a comparison share. `find_basis` returns the project's data for a definition, including
+    measurements on these types; it is None if there is no project.
     """
 
     catalog: Catalog
     _: KW_ONLY
     hazards: Hazards = field(default_factory=dict)
     hours_left: float | None = None  # hours to the deadline; None if there is none
-    today: date | None = None  # the day to which the age of prices is counted
+    today: date | None = None  # the day on which the age of prices is measured
     find_basis: Callable[[StackDefinition, Iterable[str]], BillBasis] | None = None
 
     def basis(self, work: StackDefinition, types: Iterable[str]) -> BillBasis:
@@ -55,28 +54,29 @@ class Rate:
 
     region: str
     on_demand: Decimal | None
-    spot: Decimal | None  # in the zone with the median price
+    spot: Decimal | None  # the spot price in the zone with the median price
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One way to do a piece of work. Figures are None if they cannot be known; `reason` says why."""
+    """One way to do a piece of work. Costs and hours are None if they cannot be known; `reason` then says why."""
 
-    scenario: str  # the names of all scenarios with this work, in order
-    work: StackDefinition  # the work with the counts of its prepared dataset
+    scenario: str  # the names of all scenarios with this work, in the file's order
+    work: StackDefinition  # the work, with the size of its prepared dataset filled in
     capacity: Capacity
     option: TypeCost | None = None  # the work on one type; None for a run elsewhere, which has only a claim
     refusal: str = ""  # why a fleet cannot launch the type for this work; empty if it can
-    # the prepared dataset whose counts and size are used; empty if they come from job.parameters.data
+    # The prepared dataset whose counts and size are used; empty if the counts and the size come from
+    # job.parameters.data.
     dataset: str = ""
     rates: tuple[Rate, ...] = ()
-    inputs_usd: Decimal = Decimal(0)  # the part of usd for the transfer of inputs from another region
-    prepared: Prepared | None = field(default=None, repr=False)  # None if there are no figures; `reason` says why
+    inputs_usd: Decimal = Decimal(0)  # the part of `usd` that pays the transfer of inputs from another region
+    prepared: Prepared | None = field(default=None, repr=False)  # None if the row has no costs; `reason` says why
     side: Side | None = field(default=None, repr=False)  # None before its runs are simulated
     hours_left: float | None = None  # hours to the deadline; None if there is none
-    # probability that the row costs less than the work's own fleet; None if that fleet has no figures
+    # Probability that the row costs less than the fleet in the work's file; None if that fleet has no cost.
     cheaper: float | None = None
-    lost: str = ""  # why the row is not the first
+    lost: str = ""  # why the row is not the first one
 
     @property
     def type(self) -> str:
@@ -144,7 +144,7 @@ class Row:
 
     @property
     def compute_h(self) -> float | None:
-        """Hours of optimizer steps, or, if the node is kept longer, the hours for which it is kept."""
+        """Hours of optimizer steps; if the node is kept longer than its work, the hours for which it is kept."""
         if self.runtime is None:
             return None
         return max(float(self.work.variant.hold_hours or 0), self.runtime.compute_s / 3600)
@@ -212,12 +212,14 @@ class Row:
 
     @property
     def mean_usd(self) -> Decimal:
-        """The mean of a row with figures; else zero."""
+        """The mean USD of the row; zero if the row has no cost."""
         return self.side.usd.mean + self.inputs_usd if self.side else Decimal(0)
 
     @property
     def dearer_usd_h(self) -> Decimal:
-        """The USD by which an hour of all nodes in the most expensive zone exceeds the price of these figures."""
+        """USD per hour by which all nodes together cost more in the most expensive zone than at the price that the row
+        uses.
+        """
         dearest = self.option.hourly(self.capacity) if self.option else None
         if dearest is None or self.side is None:
             return Decimal(0)
@@ -225,7 +227,7 @@ class Row:
 
     @property
     def dearest_usd(self) -> Decimal | None:
-        """p50 in the most expensive zone, with which limits are compared; without `inputs_usd`."""
+        """p50 in the most expensive zone, without `inputs_usd`. The limits are compared with this cost."""
         return side.exact(float(self.side.usd.p50 + self.dearer_usd_h * self.side.hours.p50)) if self.side else None
 
     @property
@@ -256,7 +258,7 @@ class Row:
 
 
 def draft(basis: BillBasis, name: str, option: TypeCost, capacity: Capacity, *, likely: bool = False) -> Row:
-    """The row before simulation. The definition's limits do not stop its runs. `likely`: as in side.prepare."""
+    """The row before simulation. The definition's limits do not stop its runs. `likely`: see side.prepare."""
     work = basis.definition
     priced = option.runtime is not None and option.hourly(capacity) is not None and option.holds_the_job
     return Row(
@@ -278,8 +280,8 @@ def filled(
     attempts: int = simulation.MAX_ATTEMPTS,
     below: Decimal | None = None,
 ) -> list[Row]:
-    """The rows, of which each with a price is simulated `runs` times. `attempts`: as in simulation.simulate. `below`:
-    rows whose mean is not below this many USD are dropped.
+    """The rows. Each row that has a price is simulated `runs` times. `attempts`: see simulation.simulate. `below`: rows
+    whose mean is not below this many USD are left out.
     """
     prepared = [row.prepared for row in rows if row.prepared is not None]
     outcomes = iter(_simulated([ready.exposure.unlimited for ready in prepared], runs=runs, attempts=attempts))

@@ -25,7 +25,9 @@ REGIONS = 4  # number of regions side by side
 
 
 def scenarios(rows: Sequence[Row]) -> Iterator[str]:
-    """Yields the table of the file's scenarios, with claims and costs; then that of their compute in each region."""
+    """Yields two tables: the file's scenarios with their claims and costs, and the cost of their compute in each
+    region.
+    """
     yield from sheet(rows, columns.SCENARIOS).text()
     yield ""
     yield from wrap(
@@ -65,7 +67,7 @@ def _rates(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _rate(region: str, market: str) -> Callable[[Row], Decimal | None]:
-    """A function that gives a row's compute at the price of this region and market."""
+    """A function that returns the cost of a row's compute at the price of this region and market."""
     return lambda row: next(getattr(rate, market) for rate in row.rates if rate.region == region)
 
 
@@ -82,7 +84,7 @@ def _shown_regions(rows: Sequence[Row]) -> list[str]:
 
 
 def _counted(rows: Sequence[Row]) -> str:
-    """A line that names the prepared datasets whose counts the rows use; empty if there is none."""
+    """A line that names the prepared datasets from which the rows have their sizes; empty if there is none."""
     prepared = list(dict.fromkeys(row.dataset for row in rows if row.dataset))
     if not prepared:
         return ""
@@ -151,7 +153,7 @@ def _stages(comparison: Comparison, command: str) -> Iterator[str]:
 
 
 def _best(comparison: Comparison, name: str, able: Sequence[Row]) -> tuple[Row, list[Row]]:
-    """The best of the options that can do this work; and the rows of the file's own fleet that have figures."""
+    """Returns two values: the best option for this work, and the rows of the file's own fleet that have costs."""
     fitting = [row for row in able if not row.over_limit and row.late <= SURE]
     own = [row for row in comparison.listed if row.scenario == name]
     same = [row for row in able for mine in own if (row.place, row.capacity) == (mine.place, mine.capacity)]
@@ -167,7 +169,7 @@ def _figures(row: Row) -> str:
 
 
 def _against(best: Row, own: Sequence[Row]) -> str:
-    """What the file's own fleet costs, as an addition to a sentence."""
+    """Words about the cost of the file's own fleet, to add to a sentence."""
     if not own:
         return ""
     if (own[0].place, own[0].capacity) == (best.place, best.capacity):
@@ -183,7 +185,7 @@ def ranked(rows: Sequence[Row], frontier: Sequence[Row]) -> Iterator[str]:
     not the first, or why it cannot be run.
     """
     keys, spare = columns.RANKED
-    if len({row.basis for row in rows if row.ranked}) > 1:  # to show which speeds are guessed
+    if len({row.basis for row in rows if row.ranked}) > 1:  # then each line says where its speed comes from
         keys += " basis"
     order = list(dict.fromkeys(row.scenario for row in rows))
     picked = sorted(rows, key=lambda row: order.index(row.scenario))
@@ -236,7 +238,7 @@ def batches(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def ages(rows: Sequence[Row], today: date, most_days: int) -> Iterator[str]:
-    """A line with the age of the ranked nodes' prices, if one is older than `most_days`."""
+    """A line with the age of the prices of the ranked options; empty if no price is older than `most_days`."""
     days = sorted({(today - row.prepared.price.as_of).days for row in rows if row.ranked and row.prepared})
     if days and days[-1] > most_days:
         span = " to ".join(map(str, dict.fromkeys((days[0], days[-1]))))

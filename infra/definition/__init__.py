@@ -1,1 +1,1 @@
-"""Definition files: reads and checks them, and lays their rehearsal and scenarios over them."""
+"""Reads and checks definition files, and applies their `rehearsal` section and their scenarios to them."""

@@ -1,8 +1,6 @@
-"""The definition by which `gpufleet bake STACK` runs a builder: a node that pulls the stack's images, and
-for a snapshot of data copies these to its data volume, and then waits.
-
-It is a plain definition of a command, in the folder of campaigns' trials, so that limits, stop, status and sweep work
-for the builder as for any run.
+"""The definition with which `gpufleet bake STACK` runs a builder. A builder is a node that pulls the stack's images,
+or, for a snapshot of data, copies the data to its data volume, and then waits. Its definition is that of a command, and
+is in the folder of campaigns' trials. So limits, stop, status and sweep work for the builder as for any run.
 """
 
 from __future__ import annotations
@@ -19,24 +17,24 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job import atomic
 
-# Endings of the builder's name, which is also the stack that keeps what is made.
-ENDING = "-bake"  # an AMI
-DATA_ENDING = "-data"  # a snapshot of data
-DATA = "/data"  # where the data volume is mounted
-# The cheapest type that the catalog has; a pull needs no GPU. Without instance store docker's images are on its root
-# disk.
+# Endings of the builder's name. The stack with this name also keeps the AMI or the snapshot.
+ENDING = "-bake"  # for an AMI
+DATA_ENDING = "-data"  # for a snapshot of data
+DATA = "/data"  # the folder in which the data volume is mounted
+# The cheapest type in the catalog, because a pull needs no GPU. The type has no instance store, so that docker's images
+# are on its root disk.
 TYPE = "c7i.xlarge"
-WAITS_S = 3600  # longer than the builder's limit of hours
+WAITS_S = 3600  # seconds; longer than the builder's own limit of hours
 # The images are on the disk before the first step, and the AMI is made after that step.
 COMMAND = f"sync; echo step 1; exec sleep {WAITS_S}"
 
 
 class Content(NamedTuple):
-    """What a snapshot of data is to hold: a folder or an s3:// prefix, as it is now."""
+    """The content of a snapshot of data: a folder or an s3:// prefix, as it is now."""
 
     place: str
-    sha256: str  # of its listing
-    size_gib: int  # of the volume
+    sha256: str  # hash of the listing of its files
+    size_gib: int  # size of the volume
 
 
 def builder_name(stack: str, ending: str = ENDING) -> str:
@@ -53,7 +51,9 @@ def is_builder(definition: StackDefinition) -> bool:
 
 
 def write_builder(definition: StackDefinition, root: Path, content: Content | None = None) -> Path:
-    """Writes the builder's definition; returns its path. `content`: for a snapshot of data; None: for an AMI."""
+    """Writes the builder's definition; returns its path. `content`: the content of a snapshot of data; None for
+    an AMI.
+    """
     path = root / TRIALS / f"{builder_name(definition.name, DATA_ENDING if content else ENDING)}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write_bytes(path, text(definition, content).encode())
@@ -66,7 +66,7 @@ def text(definition: StackDefinition, content: Content | None = None) -> str:
     images = dict.fromkeys(job.images)
     began = hashlib.sha256(" ".join([*images, fleet.ami, *map(str, content or ())]).encode()).hexdigest()
     root, filled = _given(storage.root), dict[str, Any]()
-    if content:  # its inputs lie on the root disk at first
+    if content:  # the inputs are on the root disk before they are copied
         root["size_gib"] += content.size_gib
         filled = {"inputs": {"data": content.place}, "data": {"size_gib": content.size_gib}}
     registry = getattr(job.parameters, "registry", None)

@@ -33,7 +33,7 @@ from gpufleet.job.kind.variables import KEY_LIKE
 
 Schema = dict[str, Any]
 
-# A folder's name, as far as its text alone shows it; what `a/..` means is only known when the path is resolved.
+# A folder's name, as far as the text alone can be checked. (What `a/..` means is known only when the path is resolved.)
 _PLAIN = r"(?!\s)[^:\\\x00-\x1f\x7f]*[^:\\\s\x00-\x1f\x7f]"
 _OUTSIDE = r"(\./+)*\.\.(/|$)|/"
 BELOW = rf"^(?!(.*/)?\.\.(/|$))(?![~/])(?!\.?/*$){_PLAIN}$"
@@ -53,7 +53,9 @@ def no_key(pattern: str = "") -> str:
 
 
 def known_placeholders(*, extra: bool = False) -> str:
-    """A pattern for text in which every placeholder is known; if `extra`, those of a restore are known too."""
+    """A pattern for text in which every placeholder is known; if `extra`, the placeholders that have a value after a
+    restore are known too.
+    """
     names = PLACEHOLDER_NAMES.pattern + ("|checkpoint|step|epoch" if extra else "")
     unknown = PLACEHOLDER.pattern.replace(r"\{(", rf"\{{(?!(?:{names})(?::[0-9a-z]+)?\}}(?!\}}))(", 1)
     return rf"^(?![\s\S]*{unknown})"

@@ -1,10 +1,12 @@
-"""`campaigns/NAME.yaml`: several runs under one cap, and how the file becomes trials.
+"""`campaigns/NAME.yaml`: several runs under one cap. This module reads the file and makes the definitions of its
+trials.
 
 A trial is a plain definition: a file of `stacks/`, or such a file with other values. A changed file is written into
 `.gpufleet/trials/`, where every command and the program find it by its name. This name is made from the file's name and
-the values, so that it stays the same when values are added to the campaign. In place of values the file may have
-ranges, from which a sampler draws the values of each trial while the campaign goes on (infra/search.py). A campaign
-that is `open` also takes each definition that somebody, or an agent, puts into `campaigns/NAME/` while it runs.
+the values, so that it stays the same when values are added to the campaign. Instead of values the file may have ranges.
+A sampler then chooses the values of each trial from these ranges while the campaign goes on (infra/search.py). A
+campaign that is `open` also takes each definition that somebody, or an agent, puts into `campaigns/NAME/` while it
+runs.
 """
 
 from __future__ import annotations
@@ -31,13 +33,14 @@ from gpufleet.job.contract.reading import DoubtError, Fields
 from gpufleet.job.text import counted
 
 FOLDER = "campaigns"
-VALUES = "values.json"  # the values of a trial, kept with its results
+VALUES = "values.json"  # the file with a trial's values, which is kept with its results
 SCHEMA_FILE = Path(__file__).with_name("campaign.schema.json")
-NAME = re.compile(r"[a-z][a-z0-9-]{0,29}[a-z0-9]")  # a trial's name (40 characters) begins with it
-DIGITS = 8  # the digits at the end of a trial's name
+# a campaign's name; it is short, because a trial's name begins with it and may have 40 characters
+NAME = re.compile(r"[a-z][a-z0-9-]{0,29}[a-z0-9]")
+DIGITS = 8  # number of digits at the end of a trial's name
 MOST = 1000  # most trials; our own bound, because each trial is a bill
 SCENARIOS = "scenarios"
-NEEDED = {  # for each key, other keys that it needs
+NEEDED = {  # for each key, the other keys that must be set with it
     "metric": ("direction",),
     "direction": ("metric",),
     "pruner": ("metric", "every"),
@@ -52,7 +55,9 @@ _ARGUMENT = re.compile(r"--?[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawnRange:
-    """What a sampler may draw for a key: one of `choices`, or, if there are none, a number from `low` to `high`."""
+    """The values that a sampler may choose for a key: one of `choices`; if there are none, a number from `low` to
+    `high`.
+    """
 
     low: Decimal = Decimal(0)
     high: Decimal = Decimal(0)
@@ -62,7 +67,9 @@ class DrawnRange:
 
     @property
     def is_whole(self) -> bool:
-        """Whether only whole numbers are drawn, because the file writes all numbers without a point."""
+        """Whether only whole numbers are chosen. This is so if the file writes all numbers of the range without a
+        decimal point.
+        """
         numbers = (self.low, self.high, self.step or Decimal(1))
         return all(int(number.as_tuple().exponent) >= 0 for number in numbers)
 
@@ -72,38 +79,42 @@ class CampaignFile:
     """The values of a campaign's file. `grid` and `list` are empty if the trials are files of `stacks/` unchanged."""
 
     name: str
-    files: tuple[str, ...]  # stacks; the first one determines where the ledger lies
+    files: tuple[str, ...]  # names of stacks; the ledger is in the region of the first one
     max_usd: Decimal = field(metadata={"minimum": 0.01, "maximum": 1_000_000})
     max_hours: Decimal | None = field(default=None, metadata={"minimum": 0.01, "maximum": 8784})  # wall-clock hours
     at_once: int = field(default=1, metadata={"minimum": 1, "maximum": 100})
     order: Literal["listed", "cheapest"] = "listed"
     open: bool = False
-    metric: str | None = None  # the figure in metrics.jsonl by which trials are compared
+    metric: str | None = None  # the name of the metric value in metrics.jsonl by which trials are compared
     direction: Literal["minimize", "maximize"] | None = None
-    pruner: Literal["asha", "median"] | None = None  # stops losing trials
-    every: int | None = field(default=None, metadata={"minimum": 1, "maximum": 1_000_000_000})  # steps
-    reduction: int = field(default=4, metadata={"minimum": 2, "maximum": 100})  # asha continues one trial in this many
+    pruner: Literal["asha", "median"] | None = None  # the method that stops trials which do worse than others
+    # the number of steps between two judgements
+    every: int | None = field(default=None, metadata={"minimum": 1, "maximum": 1_000_000_000})
+    # asha lets one of this many trials continue
+    reduction: int = field(default=4, metadata={"minimum": 2, "maximum": 100})
     sampler: Literal["tpe", "random"] | None = None
-    trials: int | None = field(default=None, metadata={"minimum": 1, "maximum": MOST})  # most trials that are drawn
-    grid: Named[str, tuple[Node, ...]] = field(default_factory=dict)  # every combination of the keys' values
-    list: tuple[Named[str, Node], ...] = ()  # the values of one trial each
-    draw: Named[str, DrawnRange] = field(default_factory=dict)  # in place of grid and list
+    # the most trials whose values a sampler chooses
+    trials: int | None = field(default=None, metadata={"minimum": 1, "maximum": MOST})
+    # for each key its values; a trial is made for each combination
+    grid: Named[str, tuple[Node, ...]] = field(default_factory=dict)
+    list: tuple[Named[str, Node], ...] = ()  # named entries, each with the values of one trial
+    draw: Named[str, DrawnRange] = field(default_factory=dict)  # ranges of keys, instead of grid and list
 
     @property
     def allowed(self) -> dict[str, str]:
-        """By key, as text: what the campaign may do beyond its listed trials."""
+        """The keys, as text, that say what the campaign may do beyond its listed trials."""
         but = ("files", "grid", "list")
         return {key.name: str(getattr(self, key.name)) for key in fields(self) if key.name not in but}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DefinedTrial:
-    """One run of a campaign. `values`: by key, as text, the values that replace those of its file."""
+    """One run of a campaign. `values`: the values, as text, that replace those of its file, by key."""
 
     name: str
     file: str = ""  # the stack from which it is made
     values: Named[str, str] = field(default_factory=dict)
-    text: str | None = None  # the text of its definition; None if that is a file of stacks/
+    text: str | None = None  # the text of its definition; None if the definition is a file of stacks/
     is_made: bool = False  # whether the campaign writes its definition
 
     def __str__(self) -> str:
@@ -153,7 +164,7 @@ def load(name: str, root: Path) -> CampaignFile:
 def trials(campaign: CampaignFile, root: Path) -> list[DefinedTrial]:
     """The trials that the file names, in its order. Raises GpufleetError."""
     names = campaign.files
-    if not campaign.grid and not campaign.list:  # if `draw` is set, this is the file whose values are drawn
+    if not campaign.grid and not campaign.list:  # if `draw` is set, this is the file in which the values are replaced
         made = [DefinedTrial(name=find(name, root).stem, is_made=bool(campaign.draw)) for name in names]
     else:
         count = len(names) * len(campaign.list or (1,))
@@ -206,7 +217,9 @@ def write(made: list[DefinedTrial], root: Path) -> None:
 
 
 def offered(campaign: CampaignFile, root: Path) -> list[DefinedTrial]:
-    """The trials that somebody put into the folder of an open campaign, by name; other files there are ignored."""
+    """The trials that somebody put into the folder of an open campaign, in the order of their names. Other files in the
+    folder are ignored.
+    """
     if not campaign.open:
         return []
     paths = sorted((root / FOLDER / campaign.name).glob("[!.]*.yaml"))
@@ -284,7 +297,7 @@ def _combined(campaign: CampaignFile) -> Iterator[dict[str, Node]]:
 
 
 def _trial(campaign: CampaignFile, file: str, values: dict[str, Node], root: Path) -> DefinedTrial:
-    """The trial that is the file of a stack with other values. Raises GpufleetError."""
+    """The trial that is made from the file of a stack and these values. Raises GpufleetError."""
     path = find(file, root)
     _, tree = open_file(path)
     entries = {key: node for key, node in tree.entries.items() if key != SCENARIOS}
@@ -312,7 +325,9 @@ def _as_text(node: Node) -> str:
 
 
 def _with_argument(laid: Node, argument: str, value: Node, path: Path) -> Scalar:
-    """The command with the argument: it replaces the argument's value, or is added at the end. Raises GpufleetError."""
+    """The command with this argument. If the command has the argument, its value is replaced; otherwise the argument is
+    added at the end. Raises GpufleetError.
+    """
     command = find_node(laid, "job.command")
     if not isinstance(command, Scalar) or not isinstance(value, Scalar):
         wrong = "needs a job.command" if not isinstance(command, Scalar) else "takes single values"

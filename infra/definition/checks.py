@@ -1,7 +1,6 @@
-"""Checks between the keys of a definition file, on the dataclasses that the schema built.
-
-They are pure functions: the caller gives the time and the catalog. infra.definition.rules checks single values,
-infra.bill checks prices and compares the cap with p50; `gpufleet doctor` checks facts that only AWS knows.
+"""Checks between the keys of a definition file, on the dataclasses that infra.definition.schema has built. The checks
+are pure functions: the caller passes the time and the catalog. infra.definition.rules checks single values, infra.bill
+checks prices and compares the cap with p50; `gpufleet doctor` checks facts that only AWS knows.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from gpufleet.job.text import counted, stamp
 if TYPE_CHECKING:
     from gpufleet.infra.catalog import Catalog
 
-ROOT_MINIMUM_GIB = 75  # the snapshot of the Deep Learning Base AMI (AL2023, build of 2026-09-25) is that large
+ROOT_MINIMUM_GIB = 75  # size of the snapshot of the Deep Learning Base AMI (AL2023, build of 2026-09-25)
 IOPS_PER_GIB = 500  # for gp3; the source is third-party notes of 2026, not a page of AWS
 MIBPS_PER_IOPS = 0.25  # source: the same notes
 BASE_IOPS = 3000  # included in the price of any size
@@ -41,7 +40,8 @@ TAG_KEY = re.compile(r"(?!aws:|gpufleet:|Name$)(?! )[A-Za-z0-9 _.:/=+@-]{1,128}(
 PLACE = "a folder inside the project, or s3://bucket/prefix"
 ANYWHERE = "a folder, relative to the project, or s3://bucket/prefix"
 INPUT_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")  # also the name of a folder and, in capitals, of a variable
-BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.'()=-]+)*/?")  # no *: it is IAM's wildcard
+# `*` is not allowed, because it is IAM's wildcard
+BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9!_.'()=-]+)*/?")
 
 
 def check(
@@ -53,8 +53,8 @@ def check(
     past_deadline: bool,
     launchable: bool = True,
 ) -> None:
-    """Adds every contradiction in the file to `findings`. If not `launchable`, the types need only be known: a scenario
-    may ask for a type that EC2 has retired or that is too small, and is then shown with the reason.
+    """Adds every contradiction in the file to `findings`. If not `launchable`, the types need only be known. A scenario
+    may list a type that EC2 has retired or that is too small; `compare` then shows the scenario with the reason.
     """
     impossible = _model(s.job.parameters, findings)
     _placement(s.fleet, findings, catalog)
@@ -94,7 +94,7 @@ def _model(config: JobConfig, findings: Findings) -> bool:
 
 
 def _standing(config: JobConfig, path: str) -> str:
-    """The value at a path of the run config, as the file would write it; empty for a section or a missing value."""
+    """The value at a path of the run config, written as in the file; empty for a section or a missing value."""
     value: object = config
     for name in path.split("."):
         value = getattr(value, name, None)
@@ -127,7 +127,7 @@ def _placement(fleet: Fleet, findings: Findings, catalog: Catalog) -> None:
             other = next((region for region in regions if zone in catalog.zones(region)), None)
             theirs = [listed for listed in fleet.zones if other and listed in catalog.zones(other)]
             if zone in theirs[1:]:
-                continue  # reported with the first problem: either the region is wrong, or all zones are
+                continue  # one report is enough, because either the region is wrong or all zones are
             hint = f"In {other}: {', '.join(theirs)}." if other else nearest(zone, zones)
             findings.add(path, f"the zones of {fleet.region}: {', '.join(zones)}", hint)
 
@@ -181,7 +181,9 @@ def _check_given(s: StackDefinition, findings: Findings) -> None:
 
 
 def _saves(s: StackDefinition, findings: Findings) -> None:
-    """Checks how a command saves: a lost node costs the work that is repeated."""
+    """Checks that a command saves often enough, because the work since its last checkpoint is repeated after a node is
+    lost.
+    """
     where = f"{s.job.parameters.path}.checkpoint.every"
     has_interval = not s.job.parameters.demands.interval or any(path.startswith(where) for path in findings.bad)
     if s.fleet.market.is_interrupted and not has_interval:
@@ -215,7 +217,7 @@ def _notify(notify: Notify, findings: Findings) -> None:
 
 def _base_weights(s: StackDefinition, findings: Findings) -> None:
     named, config = s.storage.base_weights is not None, s.job.parameters
-    if not config.dataset_kind:  # _check_given reports such inputs
+    if not config.dataset_kind:  # _check_given already reports such inputs
         return
     if not config.sizes().base_weights:
         if named:
@@ -260,7 +262,7 @@ def _place_problem(place: str, *, anywhere: bool = False) -> str:
         return "No shell expands ~ here: write the path relative to the project, as in ../my-model, or in full."
     if not anywhere and (path.is_absolute() or ".." in path.parts or not path.parts or place.startswith("~")):
         return "Write it relative to the project, as in data/tinystories."
-    # no operating system accepts NUL; other such characters make two names look alike, or break a line in two
+    # no operating system accepts NUL; other control characters make two names look alike, or break a line in two
     if not place.isprintable():
         return "It has a line break or another invisible character: write a plain name."
     return (

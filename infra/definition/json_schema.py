@@ -1,12 +1,12 @@
-"""The definition file as a JSON Schema. With it, editors complete the keys, say what each means, and mark mistakes
-while one types.
+"""The definition file as a JSON Schema. Editors use the schema to complete keys, to explain each key, and to mark
+mistakes while a user types.
 
 The schema is made from the dataclasses and rules by which the loader reads the file, and from the tables of docs/,
-whose words editors show. It is as strict as JSON Schema can be; only the loader can check what depends on sums, the
-day, prices or AWS. In one thing it is stricter than the loader: a number must not be quoted. It is Draft 7, which every
-editor knows.
+whose words editors show. The schema is as strict as JSON Schema can be; only the loader can check rules that depend on
+sums, the day, prices or AWS. In one respect the schema is stricter than the loader: a number must not be quoted. The
+schema is in Draft 7, which every editor supports.
 
-`make schema` writes the shipped file. It needs the pages, which only a clone has.
+`make schema` writes the shipped file. `make schema` needs the pages, which only a clone has.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ from gpufleet.job.kind.variables import SECRET, VARIABLE
 FILE = (
     Path(__file__).resolve().with_name("definition.schema.json")
 )  # `gpufleet schema` writes the file here, so that editors find it
-# least length, in characters, of a key's schema that is shared: a shorter one is hardly longer than a reference to it
+# A key's schema is shared only if it has at least this many characters. A shorter one is hardly longer than a reference
+# to it.
 LEAST_SHARED = 100
 # The times that the loader accepts: a time with its zone, or a span such as `in 10 h`, of at most 366 days.
 _CLOCK = r"([01][0-9]|2[0-3])(:?[0-5][0-9]){0,2}"
@@ -71,7 +72,9 @@ MOMENT = rf"^(in (?=[0-9.]*[1-9])({_HOURS}) h|{_TIME})$"
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What the pages say about the keys of a section: value and reason of each key, and values from example files."""
+    """What the pages say about the keys of a section: the columns `Value` and `Why` of each key, and values from
+    example files.
+    """
 
     rows: dict[str, tuple[str, str]]
     files: list[Any]
@@ -103,7 +106,9 @@ class Page:
         return Page(self.rows, files, f"{self.section}{key}.")
 
     def words(self, key: str) -> tuple[str, str]:
-        """Value and reason of a key, from the key's own row, or else from the row of its section."""
+        """The columns `Value` and `Why` of a key, from the key's own row; if it has none, from the row of its
+        section.
+        """
         for name in (f"{self.section}{key}", key, self.section.rstrip(".")):
             if name in self.rows:
                 return self.rows[name]
@@ -117,7 +122,9 @@ class Page:
         return ". ".join(filter(None, ((why or about).rstrip("."), (value or allowed).rstrip(".")))) + "."
 
     def examples(self, key: str, field_schema: Schema, allowed: str) -> Schema:
-        """An example of the key's value: from an example file, from the pages, or else any value but the default."""
+        """An example of the key's value: from an example file; if there is none, from the pages; if there is none, any
+        value except the default.
+        """
         from jsonschema import Draft7Validator  # imported here, because it is a development tool
 
         values = [file[key] for file in self.files if isinstance(file, dict) and key in file]
@@ -223,10 +230,10 @@ def shared() -> Schema:
     """The schema, in which a key with the same description in several places is described only once, under
     `definitions`.
     """
-    tree = json.loads(json.dumps(schema()))  # a copy, because schema() contains the same object several times
+    tree = json.loads(json.dumps(schema()))  # a copy, because the same Python object occurs several times in schema()
     counts = Counter(json.dumps(section[key]) for section, key in _keys(tree))
     numbers, names, parts = Counter[str](), dict[str, str](), [tree]
-    for part in parts:  # the list grows meanwhile: a shared key may contain shared keys
+    for part in parts:  # the list grows during the loop, because a shared key may contain shared keys
         for section, key in _keys(part):
             text = json.dumps(section[key])
             if counts[text] > 1 and len(text) >= LEAST_SHARED:
@@ -311,8 +318,8 @@ def _job(experiment: str, page: Page) -> Schema:
 def _section(
     classes: list[type[Any]], page: Page, *, partial: bool = False, but: tuple[str, ...] = (), default: Any = None
 ) -> Any:
-    """The keys of dataclasses as one section. If `partial`, the section is laid over another one, so that no key is
-    required. A key with a `default` in the surrounding section is not required either.
+    """The keys of dataclasses as one section. If `partial`, the section replaces keys of another section, so that no
+    key is required. A key with a `default` in the surrounding section is not required either.
     """
     properties, required = {}, []
     for cls in classes:
@@ -407,8 +414,8 @@ def _value(hint: Any, rule: Rule) -> Schema:
 
 
 def _text(rule: Rule) -> Schema:
-    """The schema of text. It also accepts numbers and truth values, because YAML takes text that looks like one for
-    one.
+    """The schema of text. This schema also accepts numbers and truth values, because YAML reads text that looks like a
+    number or a truth value as such a value.
     """
     takes = re.compile(rule.pattern or "[\\s\\S]*").fullmatch
     looks = {"number": "-1.5", "integer": "1", "boolean": "true"}
@@ -429,7 +436,7 @@ def _names(of: re.Pattern[str], allowed: str) -> Schema:
 
 _PAGES = Path(__file__).resolve().parents[2] / "docs"
 _NO_KEY = "No key: run.json is no secret. Put it under job.secrets, and read $NAME. "
-# tables whose words also explain keys of another job that have no words of their own
+# These tables also explain the keys of other jobs that have no row of their own.
 _EXPLAINS = {"kernel-sft": "sft-h100"}
 _SOME_TEXT = pattern(r"\S", "text that is not empty")
 _TEXT_OF: Schema = {"type": ["string", "number", "boolean"]}
@@ -452,7 +459,7 @@ _VARIABLE = "a variable of the environment: letters, digits and _, not beginning
 _GIVEN = {"propertyNames": pattern(f"^{between.NODES_OWN}{VARIABLE.pattern}$", f"{_VARIABLE}; AWS_... is the node's")}
 _SECRETS: Schema = _names(VARIABLE, _VARIABLE) | {"additionalProperties": _SECRET}
 _ZONE_IDS = "|".join(f"{region.zone_id_prefix}az[1-8]" for region in known_regions().values())
-# Restrictions that come from checks.py, not from a type or a rule.
+# Restrictions that come from checks.py, and not from a type or a rule of the key.
 _KNOWN: dict[tuple[type[Any], str], Schema] = {
     (Fleet, "region"): {"type": "string", "enum": [*known_regions()]},
     (Fleet, "zones"): {
@@ -500,7 +507,7 @@ _KNOWN: dict[tuple[type[Any], str], Schema] = {
     (Log, "secrets"): _SECRETS,
     (CommandConfig, "registry"): _SECRET,
 }
-# Examples for keys that no page and no file shows.
+# Examples for keys of which no page and no file has an example.
 _EXAMPLES: dict[tuple[type[Any], str], Any] = {
     (CommandConfig, "workdir"): "{code}/trainer",
     (Code, "exclude"): ["data", "*.ckpt"],

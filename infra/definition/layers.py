@@ -1,4 +1,6 @@
-"""Builds definitions from a file's tree: as it stands, with its `rehearsal` laid over it, and with each scenario."""
+"""Builds definitions from a file's tree: one from the file as it is, one with the values of its `rehearsal`, and one
+for each scenario.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ if TYPE_CHECKING:
 
 # Sections that an overlay may change; the run's identity is not among them.
 OVERLAID = ("job", "fleet", "storage", "limits", "goal", "account", "notify", "estimate")
-# The text that leads an editor to the schema; a path or an address follows it.
+# An editor finds the schema by this text, which a path or an address follows.
 MODELINE = "# yaml-language-server: $schema="
-MOST_SCENARIOS = 100  # our own bound, because each scenario is a whole file to check and to price
+MOST_SCENARIOS = 100  # the limit is our own, because each scenario is checked and priced like a whole file
 SCENARIO_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,39}")
 
 
@@ -38,9 +40,9 @@ def definition(
     plain: StackDefinition | None = None,
     earlier: stages.Earlier | None = None,
 ) -> tuple[StackDefinition, list[Problem]]:
-    """The tree's definition and its problems. If not `launchable`, its types need only be known. `plain`: the
-    definition without the overlay and without problems, whose sections are reused if they are equal. `earlier`: for a
-    stage, the stages before it; a stage gets only that part of the file's storage which its job takes.
+    """Returns the tree's definition and its problems. If not `launchable`, its types need only be known. `plain`: the
+    definition without the overlay, if it has no problems; its sections are reused where they are equal. `earlier`: for
+    a stage, the stages before it. A stage gets only the part of the file's storage that its job takes.
     """
     if stages.STAGES in tree.entries:
 
@@ -57,7 +59,8 @@ def definition(
         node = tree.entries.get(name)
         is_plain = plain is not None and plain.tree is not None and plain.tree.entries.get(name) is node
         parts[name] = getattr(plain, name) if is_plain else build(cls, node, name, findings)
-    parts["fleet"] = parts["fleet"].bought_as(parts["fleet"].capacity)  # a scenario may omit the file's block
+    # a scenario in another market does not use the file's block
+    parts["fleet"] = parts["fleet"].bought_as(parts["fleet"].capacity)
     interruptions = build(
         Interruptions, find_node(tree, "rehearsal.interruptions"), "rehearsal.interruptions", findings
     )
@@ -75,7 +78,7 @@ def definition(
         storage = built.storage.taken_by(built.job.parameters)
         built = replace(built, before=earlier.before, taken=earlier.taken, storage=storage)
     if catalog is None:
-        # imported here, so that `pin` spends no time on reading tables
+        # imported here, because `pin` does not need the tables that this import reads
         from gpufleet.infra.catalog import load_catalog
 
         catalog = load_catalog()
@@ -84,7 +87,9 @@ def definition(
 
 
 def rehearsed(tree: Mapping) -> Mapping:
-    """The tree with the sections of `rehearsal` laid over; `rehearsal` itself stays, for its interruptions."""
+    """The tree with the values of `rehearsal`. The section `rehearsal` itself stays, because it has the
+    interruptions.
+    """
     tree = stages.rehearsed(tree)
     overlay = tree.entries.get("rehearsal")
     return apply_overlay(tree, overlay.entries) if isinstance(overlay, Mapping) else tree
@@ -110,7 +115,7 @@ def from_anywhere(tree: Mapping, root: Path) -> Mapping:
 
 
 def apply_overlay(tree: Mapping, overlay: dict[str, Node]) -> Mapping:
-    """The tree with the overlay's sections laid over it."""
+    """The tree in which the overlay's values replace those of the file."""
     entries: dict[str, Node] = dict(tree.entries)
     if nodes := overlay.get("nodes"):  # scenarios of version 0.1.0 wrote fleet.nodes in this form
         fleet = Mapping(path=nodes.path.rpartition(".")[0], line=nodes.line, entries={"nodes": nodes})
@@ -129,7 +134,9 @@ def variants(
     catalog: Catalog | None = None,
     plain: StackDefinition | None = None,
 ) -> tuple[list[StackDefinition], list[Problem]]:
-    """Each of the tree's `scenarios`, laid over it, and the problems in them. `plain` is as in definition()."""
+    """The tree with the values of each of its `scenarios`, and the problems in the scenarios. `plain`: see
+    definition().
+    """
     findings = Findings(tree=tree)
     section = entries_of(tree.entries.get("scenarios"), "scenarios", "a section with one entry per scenario", findings)
     if len(section) > MOST_SCENARIOS:
@@ -161,7 +168,9 @@ def variants(
 
 
 def overlay_problems(overlay: Node, under: Mapping) -> list[Problem]:
-    """The problems of a `rehearsal` section over the tree `under` that show before the section's values are read."""
+    """The problems of a `rehearsal` section of the tree `under` that can be seen before the section's values
+    are read.
+    """
     allowed = [*OVERLAID, "interruptions", "python"]
     findings = Findings(tree=Mapping(path="", line=overlay.line, entries={"rehearsal": overlay}))
     entries = entries_of(overlay, "rehearsal", f"a section with the keys {', '.join(allowed)}", findings)
@@ -189,8 +198,8 @@ def _same_job(entries: dict[str, Node], under: Mapping, where: str, findings: Fi
 
 
 def _laid_over(section: str, overlay: Node, under: Node | None) -> Node:
-    """The overlay. Its `job` keeps only the keys that may change, because a rehearsal or scenario runs the same job and
-    image.
+    """The overlay. Only those keys of its `job` that may change are kept, because a rehearsal or scenario runs the same
+    job and image.
     """
     if section != "job" or not isinstance(overlay, Mapping):
         return overlay

@@ -1,7 +1,7 @@
 """Reads, checks and pins definition files. Only here does `stacks/<experiment>.yaml` become a StackDefinition.
 
-Program, commands and tests all load here. Each load validates the whole file: as written, with its `rehearsal` section
-laid over it, and with each of its `scenarios`. It reports all problems at once.
+Program, commands and tests all load here. Each load validates the whole file: as it is written, with the values of its
+`rehearsal`, and with those of each scenario. The loader reports all problems at once.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from gpufleet.infra.catalog import Catalog
 
 STACK_NAME = re.compile(r"[a-z][a-z0-9-]{0,38}[a-z0-9]")
-# What `gpufleet init` puts beside the definitions: the folders of the Pulumi program and of the canary's script, and
-# the schema for editors.
+# Names of what `gpufleet init` writes beside the definitions: the folders of the Pulumi program and of the canary's
+# script, and the schema for editors.
 PROGRAM, CANARY, SCHEMA = "stacks/program", "stacks/canary", "stacks/definition.schema.json"
 TRIALS = ".gpufleet/trials"  # definitions that a campaign or a bake makes; git ignores them
 _TOP_KEY = re.compile(rb"(?m)^['\"]?(\w[\w.-]*)['\"]?[ \t]*:")
-_SECTIONS = {"run", "job", "fleet", "limits"}  # sections that each definition must have
+_SECTIONS = {"run", "job", "fleet", "limits"}  # the sections that every definition must have
 
 
 def load(
@@ -42,8 +42,8 @@ def load(
     catalog: Catalog | None = None,
     staged: bool = False,
 ) -> StackDefinition:
-    """The definition in `path`; if `rehearsal`, with this section laid over it. A file with stages is refused unless
-    `staged` says that the caller is prepared for them. The deadline is compared with `now`, which must have a time
+    """The definition in `path`; if `rehearsal`, with the values of this section. A file with stages is refused unless
+    the caller says by `staged` that it can handle them. The deadline is compared with `now`, which must have a time
     zone. If `past_deadline`, the deadline may have passed, for a run that is already over. `catalog` has the existing
     types and regions; None stands for the catalog of this project. Raises DefinitionError with every problem of the
     file.
@@ -56,7 +56,7 @@ def load(
     problems += wrong
     overlay = tree.entries.get("rehearsal")
     merged, sound = plain, None if problems else plain
-    # enough problems to fix first; the file with each overlay would report all of them again
+    # these problems must be fixed first; checks of the rehearsal and the scenarios would report all of them again
     if len(problems) > SHOWN:
         raise DefinitionError(str(path), in_order(problems))
     if overlay is not None:
@@ -94,7 +94,8 @@ def find(name_or_path: str, root: Path) -> Path:
     none, raises GpufleetError with the nearest name.
     """
     if is_path(name_or_path):
-        for path in (Path(name_or_path), root / name_or_path):  # the program's working directory is infra/
+        # the root is tried too, because the program's working directory is infra/
+        for path in (Path(name_or_path), root / name_or_path):
             if path.is_file():
                 return path
         meant = Path(name_or_path).name.removesuffix(".yaml").removesuffix(".yml")
@@ -146,7 +147,7 @@ def is_definition(content: bytes) -> bool:
 
 def of_project(root: Path) -> re.Pattern[str]:
     """A pattern for the names, relative to the project `root`, of gpufleet's own files: definitions, and files that its
-    commands wrote. They are not part of the training code, even if it lies in the same folder.
+    commands wrote. These files are not part of the training code, even if it lies in the same folder.
     """
     stacks = "|".join(map(re.escape, names_of(root))) or "(?!)"
     campaigns = "|".join(re.escape(path.stem) for path in (root / "campaigns").glob("*.yaml")) or "(?!)"

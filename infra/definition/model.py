@@ -1,6 +1,7 @@
 """The definition of one experiment: the content of `stacks/<experiment>.yaml`, as frozen dataclasses.
 
-It imports no pulumi and no boto3, and reads no clock. The same object feeds the bill, the resources and the tests.
+This module imports no pulumi and no boto3, and reads no clock. The bill, the resources and the tests use the same
+object.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from gpufleet.job.text import stamp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One run is one id: a new id is a new fleet on the same bucket."""
+    """A run, which is known by its id. A new id starts a new fleet on the same bucket."""
 
     id: str
     owner: str
 
 
-# The image of the supervisor beside a user's command: only Python, from a registry without a login.
+# The image in which the supervisor runs if the job is a user's command. It has only Python, and its registry needs no
+# login.
 SUPERVISOR_IMAGE = "public.ecr.aws/docker/library/python:3.13-slim"
 
 
@@ -41,7 +43,7 @@ SUPERVISOR_IMAGE = "public.ecr.aws/docker/library/python:3.13-slim"
 class Job:
     """What is trained, and in which container image."""
 
-    experiment: str  # for a user's own command, the name of its kind
+    experiment: str  # the name of a ready-made job; for a user's own command, `command`
     image: str  # repository:tag, or repository:tag@sha256:... once pinned
     # the image for gpufleet's own part; None for a ready-made job, whose image contains this part
     supervisor_image: str | None = None
@@ -56,7 +58,7 @@ class Job:
 if TYPE_CHECKING:
     Capacity = str
     Fallback = str
-else:  # the words that a file may use: one for each row of infra/market
+else:  # the values of the key in a file: one for each row of infra/market
     Capacity, Fallback = Literal[tuple(market.WAYS)], Literal[tuple(market.FALLBACKS)]
 Cards = Literal["one", "all"]
 
@@ -68,7 +70,9 @@ def is_zone_id(zone: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fleet:
-    """Where it runs. The types have no order, because the fleet's strategy picks."""
+    """The nodes on which the run trains. The order of the types has no meaning, because the fleet's strategy
+    chooses.
+    """
 
     region: str
     zones: tuple[str, ...]  # names (us-east-2a), or ids (use2-az1), which are the same in every account
@@ -95,7 +99,9 @@ class Fleet:
 
     @property
     def lets_go(self) -> bool:
-        """Whether waiting nodes end themselves after some time, so that AWS is later asked for all nodes together."""
+        """Whether waiting nodes end themselves after some time, so that all nodes are requested from AWS together
+        later.
+        """
         return self.is_gang and self.market.replaces
 
     @property
@@ -108,7 +114,7 @@ class Fleet:
         return tuple(zone.rpartition("-")[2] for zone in self.zones if is_zone_id(zone))
 
     def bought_as(self, capacity: Capacity) -> Fleet:
-        """This fleet, bought in another market."""
+        """A copy of this fleet in another market."""
         return replace(self, capacity=capacity, block=self.block if market.WAYS[capacity].has_block else None)
 
 
@@ -153,20 +159,20 @@ class Storage:
     keep: Keep = Keep()
 
     def dataset_folder(self, root: Path) -> Path | None:
-        """The dataset's folder, which may not exist yet; None if there is no dataset, or it is in a bucket."""
+        """The dataset's folder, which may not exist yet; None if there is no dataset, or if it is in a bucket."""
         return _local(self.dataset, root) if self.dataset else None
 
     def weights_folder(self, root: Path) -> Path | None:
-        """The folder of the base weights; None if there are none, or they are in a bucket."""
+        """The folder of the base weights; None if there are none, or if they are in a bucket."""
         return None if self.base_weights is None else _local(self.base_weights, root)
 
     def input_folders(self, root: Path) -> dict[str, Path]:
-        """By name, the inputs that are folders, not s3:// prefixes."""
+        """The folders of the inputs that are not s3:// prefixes, by name."""
         places = {name: _local(place, root) for name, place in (self.inputs or {}).items()}
         return {name: folder for name, folder in places.items() if folder is not None}
 
     def taken_by(self, config: JobConfig) -> Storage:
-        """The part of this storage of a run in stages that the job of one stage takes."""
+        """The part of a staged run's storage that the job of one stage takes."""
         return replace(
             self,
             dataset=self.dataset if config.dataset_kind else "",
@@ -176,7 +182,7 @@ class Storage:
 
     @property
     def prefixes(self) -> dict[str, str]:
-        """All s3:// prefixes, by their names in the nodes' rights."""
+        """All s3:// prefixes, by the names that they have in the nodes' rights."""
         named = {"Dataset": self.dataset, "BaseWeights": self.base_weights}
         named |= {f"Input{index}": place for index, place in enumerate((self.inputs or {}).values())}
         return {sid: place for sid, place in named.items() if place and place.startswith("s3://")}
@@ -190,7 +196,7 @@ Deadline = datetime | timedelta  # a time in UTC, or a span that begins at the r
 
 
 def deadline_text(deadline: Deadline) -> str:
-    """The deadline as a definition file writes it: `2026-12-31T18:00:00Z`, or `in 10 h`."""
+    """The deadline as it is written in a definition file: `2026-12-31T18:00:00Z`, or `in 10 h`."""
     return f"in {deadline / timedelta(hours=1):g} h" if isinstance(deadline, timedelta) else stamp(deadline)
 
 
@@ -200,7 +206,7 @@ class Limits:
 
     max_usd: Decimal
     max_hours: Decimal
-    deadline: datetime | timedelta | None = None  # None stands for 24 h after creation + max_hours
+    deadline: datetime | timedelta | None = None  # if it is None, the fleet ends max_hours + 24 h after its creation
     # the highest price per node; more expensive types and zones are not used
     usd_per_hour: Decimal | None = added_later(None)
 
@@ -210,16 +216,16 @@ class Limits:
 
 
 def days_to_keep(begin: datetime, end: datetime) -> int:
-    """The least storage.keep.days for a fleet that lives from `begin` to `end`, with one day added. The objects must
-    outlive the fleet: nodes cannot boot without run.json, and the caps count attempts and heartbeats. S3 counts an
-    object's age from its creation.
+    """The least storage.keep.days for a fleet that exists from `begin` to `end`, with one day added. The objects must
+    exist for longer than the fleet, because nodes cannot boot without run.json, and the meter sums attempts and
+    heartbeats. An object's age in S3 begins at its creation.
     """
     return math.ceil((end - begin) / timedelta(days=1)) + 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vpc:
-    """An existing network, whose routes its owner sets."""
+    """An existing network. The network's owner sets its routes."""
 
     id: str
     subnets: dict[str, str]  # subnets by zone, one for each of fleet.zones
@@ -231,7 +237,7 @@ class Account:
 
     tags: dict[str, str] | None = None  # tags in addition to the stack's own
     permissions_boundary: str | None = None  # the permissions boundary of the nodes' role: a policy's ARN
-    vpc: Vpc | None = None  # None: the stack makes its own
+    vpc: Vpc | None = None  # None if the stack makes its own network
     kms_key: str | None = None  # the key that encrypts bucket and disks: an ARN in the fleet's region
 
 
@@ -241,21 +247,23 @@ class Notify:
 
     email: str | None = None  # gets the nodes' messages, and AWS's messages if no node can send one
     webhook: str | None = None  # where its URL is kept, which is a secret: ssm:/name or secretsmanager:name
-    silent_hours: Decimal = Decimal(6)  # after so long without a training step a message is sent
+    silent_hours: Decimal = Decimal(6)  # a message is sent after this many hours without a training step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
     """Assumptions of the bill. None means the default, which infra.bill states with its source."""
 
-    hazard_per_hour: Decimal | None = None  # fixes the interruption hazard, which is else drawn for each simulated run
+    # the interruption hazard; if it is None, each simulated run has a random hazard
+    hazard_per_hour: Decimal | None = None
     efficiency: Decimal | None = None  # share of the roofline (compute + optimizer traffic) that a step reaches
-    step_ms: tuple[Decimal, ...] | None = None  # milliseconds per optimizer step of each phase, measured elsewhere
+    # milliseconds per optimizer step of each phase, as measured outside of this project
+    step_ms: tuple[Decimal, ...] | None = None
     setup_minutes: Decimal | None = None  # launch to first step: boot, image pull, staging
     restart_minutes: Decimal | None = None  # minutes from a replacement node's launch to its first step
     capacity_wait_minutes: Decimal | None = None  # mean wait for a replacement, not billed
     notice_missed: Decimal | None = None  # probability that a notice is not handled
-    upload_gb_per_s: Decimal | None = None  # node to S3
+    upload_gb_per_s: Decimal | None = None  # the rate of an upload from a node to S3
     max_price_age_days: int = 90  # if prices are older, the bill warns of their age; this changes no figure
 
 
@@ -266,7 +274,7 @@ Place = Literal["step", "first", "boundary", "save", "stage"]
 class Interruptions:
     """The rehearsal's interruptions: how many come with a notice, and how many without. `seed` determines when they
     come: at a training step in the first phase or a later one, between two phases, while a checkpoint is written, or in
-    a stage after training.
+    a phase after training.
     """
 
     seed: int = 7
@@ -274,7 +282,7 @@ class Interruptions:
     without_notice: int = 1
     notice_at: Place = "step"
     loss_at: Place = "step"
-    stage_results: int = 1  # after this many results of a stage after training, a node is interrupted
+    stage_results: int = 1  # the node is interrupted after this many results of a phase after training
     notice_s: int = 20  # seconds of notice; AWS gives 120 s, and the rehearsal does not wait that long
 
 
@@ -293,7 +301,8 @@ class Goal:
 
     usd: Decimal | None = None
     hours: Decimal | None = None  # hours from the first node's launch to the run's end, with waits
-    results: dict[str, Decimal] | None = None  # figures by name; see job/contract/goal.py
+    # the result that each named metric value should reach; see job/contract/goal.py
+    results: dict[str, Decimal] | None = None
 
     @property
     def wanted(self) -> dict[str, Decimal]:
@@ -304,7 +313,7 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """An estimate from elsewhere for a scenario; shown beside the bill."""
+    """Costs or hours that somebody else has stated for a scenario; shown beside the bill."""
 
     hours: Decimal | None = None
     usd: Decimal | None = None
@@ -319,7 +328,7 @@ class Variant:
     # whether the scenario ran or was planned elsewhere: then only its claim is shown, and it is never priced
     reference: bool = False
     hold_hours: Decimal | None = None  # each node is kept for this time even if its work is done earlier
-    buffer: Decimal = Decimal(0)  # share of the work that is added for failures
+    buffer: Decimal = Decimal(0)  # the share of the work by which the bill is increased, as a buffer for failures
 
     @property
     def only_priced(self) -> str:
@@ -338,7 +347,7 @@ class StackDefinition:
 
     name: str  # the file's name without its ending, such as tinystories-growth
     source: Path
-    purpose: str  # the comment block that opens the file
+    purpose: str  # the comment block at the beginning of the file
     run: Run
     job: Job
     fleet: Fleet
@@ -348,25 +357,30 @@ class StackDefinition:
     account: Account = Account()
     notify: Notify = Notify()
     estimate: Estimate = Estimate()
-    # from `rehearsal`: a command's interpreter, relative to the project; empty for that of the code's environment
+    # The Python of a command in a rehearsal, as a path relative to the project; empty for the Python of the code's
+    # environment.
     python: str = ""
-    interruptions: Interruptions = Interruptions()  # the rest of `rehearsal` is laid over the other sections
+    interruptions: Interruptions = Interruptions()  # the other keys of `rehearsal` replace those of the other sections
     scenario: str = ""  # the scenario's name; empty for the file as it is
     variant: Variant = Variant()
     # The stages in the order in which they run; empty if the file has none. Each stage is a run of its own in this
     # run's folder. The other fields of a definition with stages are those of its first stage.
     stages: tuple[StackDefinition, ...] = ()
-    before: tuple[str, ...] = ()  # of a stage: the names of the stages before it
-    next_stage: str = ""  # of a stage: the name of the stage after it
-    taken: tuple[str, ...] = ()  # of a stage: the folders (RUN/STAGE) of another run's stages that this run takes over
+    before: tuple[str, ...] = ()  # the names of the stages before this one
+    next_stage: str = ""  # the name of the stage after this one
+    # the folders (RUN/STAGE) of another run's stages that this run uses instead of repeating them
+    taken: tuple[str, ...] = ()
     own_data: bool = False  # whether a scenario itself states the counts of its data (job.parameters.data)
-    tree: Mapping | None = field(default=None, compare=False, repr=False)  # the file; None if not read from a file
+    # the file's tree; None if the definition was not read from a file
+    tree: Mapping | None = field(default=None, compare=False, repr=False)
     # STACK as the user gave it; empty if no command read the definition
     asked: str = field(default="", compare=False, repr=False)
 
     @property
     def argument(self) -> str:
-        """STACK for further commands: as the user gave it, else a name for a file of stacks/, else the file's path."""
+        """The argument STACK for further commands: as the user gave it; if no user gave it, the name of a file of
+        stacks/, or the path of another file.
+        """
         return shlex.quote(self.asked or (self.name if self.source.parent.name == "stacks" else str(self.source)))
 
     @property
@@ -380,7 +394,7 @@ class StackDefinition:
 
     @property
     def left(self) -> dict[str, str]:
-        """By name, the folder of each earlier stage, whose outputs this stage may take."""
+        """The folder of each earlier stage, by name. This stage may use the outputs in it."""
         run = self.run.id.partition("/")[0]
         return {
             folder.partition("/")[2]: folder for folder in (*self.taken, *(f"{run}/{name}" for name in self.before))
@@ -393,7 +407,7 @@ class StackDefinition:
 
     @property
     def priced_argument(self) -> str:
-        """`argument`, with --scenario if needed: for further commands about the same work."""
+        """`argument`, with --scenario if it is needed, for further commands about the same work."""
         return f"{self.argument} --scenario {self.scenario}" if self.scenario else self.argument
 
     @property
@@ -404,7 +418,7 @@ class StackDefinition:
 
     @property
     def run_argument(self) -> str:
-        """`argument`, with --run if needed: for further commands about the same run."""
+        """`argument`, with --run if it is needed, for further commands about the same run."""
         return f"{self.argument} --run {self.run.id}" if self.is_earlier_run else self.argument
 
     @property
@@ -424,25 +438,29 @@ class StackDefinition:
         return self.fleet.market.begins_at(now)
 
     def due(self, now: datetime) -> datetime | None:
-        """When a run that begins as soon as possible must be done: by its deadline, and before its block ends."""
+        """The time by which a run that begins as soon as possible must be done: its deadline, or the end of its block
+        if that is earlier.
+        """
         ends = [self.limits.due(self.begins_at(now)), self.fleet.market.last]
         return min(filter(None, ends), default=None)
 
     def due_by(self, now: datetime) -> str:
-        """The key that sets the moment of `due`."""
+        """The key of the file from which the time of `due` comes."""
         return self.fleet.market.due_by(self.due(now))
 
     def expiry(self, now: datetime) -> datetime:
-        """When AWS ends a fleet that begins now, even if the job is not done."""
+        """The time at which AWS ends a fleet that begins now, even if the job is not done."""
         return self.due(now) or now + timedelta(hours=self.fleet.market.lives_hours(self.limits.max_hours))
 
     def hours_left(self, now: datetime) -> float | None:
-        """Hours from the run's begin to its deadline; negative if it has passed, None if there is none."""
+        """Hours from the run's begin to its deadline; negative if the deadline has passed, None if there is none."""
         due = self.due(now)
         return None if due is None else (due - self.begins_at(now)).total_seconds() / 3600
 
     def problem(self, path: str, value: str, allowed: str, hint: str = "") -> Problem:
-        """A problem at `path`, with the line in the file. If a scenario wrote the value, the path leads into it."""
+        """A problem at `path`, with the line in the file. If the value comes from a scenario, the path is that of the
+        scenario's key.
+        """
         node = find_node(self.tree, path) if self.tree else None
         if node is None:
             return Problem(path=path, value=value, allowed=allowed, hint=hint)

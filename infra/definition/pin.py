@@ -15,7 +15,7 @@ _EXAMPLES = {
     "job.image": "registry/repository:tag",
     "job.supervisor_image": SUPERVISOR_IMAGE,
 }
-# for each key that a file may lack: the key above which it is then written
+# If the file lacks one of these keys, it is written above the other key.
 _ABOVE = {"fleet.ami": "fleet.region", "fleet.baked_ami": "fleet.region", "job.supervisor_image": "job.image"}
 
 
@@ -28,8 +28,8 @@ def pin(path: Path, *, ami: str, image: str, supervisor_image: str | None = None
 
 
 def write_values(path: Path, wanted: dict[str, str]) -> None:
-    """Writes values by key into the file, atomically; every other byte stays. If the file lacks a key of _ABOVE, it
-    gets it. Raises DefinitionError if the file is not plain enough for this (a folded value, or a section in braces
+    """Writes values by key into the file, atomically; every other byte stays. A key of _ABOVE that the file lacks is
+    added. Raises DefinitionError if the file is not plain enough for this (a folded value, or a section in braces
     without the key).
     """
     target = path.resolve()
@@ -49,7 +49,8 @@ def write_values(path: Path, wanted: dict[str, str]) -> None:
             problems.append(Problem(path=where, value=node.text.strip(), allowed="one line", hint=hint, line=node.line))
         else:
             quote = node.style or ""
-            blank = " " if node.start == node.end and text[node.start - 1 : node.start] == ":" else ""  # `ami:` alone
+            # a space is needed after a key without a value, such as `ami:`
+            blank = " " if node.start == node.end and text[node.start - 1 : node.start] == ":" else ""
             edits.append((node.start, node.end, f"{blank}{quote}{value}{quote}"))
     if problems:
         raise DefinitionError(str(path), problems)

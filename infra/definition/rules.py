@@ -29,14 +29,15 @@ from gpufleet.job.contract.gathering import MOST_NODES
 from gpufleet.job.kind import EXPERIMENTS
 from gpufleet.job.kind.convert import Rule
 
-# Docker's rule for what is a registry, not a folder of Docker Hub: its name has a dot or a port.
+# Docker takes the first part of an image's name for a registry, and not for a folder of Docker Hub, if it has a dot or
+# a port.
 _REGISTRY = r"(?=[^/]*[.:])[a-z0-9.-]+(:443)?"
 _TAG = r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})"
 _IMAGE_NAME = rf"(?=.{{1,255}}$){_REGISTRY}(/[a-z0-9._-]+)+{_TAG}(@sha256:[0-9a-f]{{64}})?"
 
 
 def _image_hint(written: str) -> str:
-    """What an image's name lacks, and how to write it in full."""
+    """A sentence about what the image's name lacks, and how to write it in full."""
     first, _, rest = written.partition("/")
     no_registry = not rest or not re.search("[.:]", first)
     no_tag = ":" not in written.rpartition("/")[2]
@@ -65,8 +66,8 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     ),
     (Job, "image"): _IMAGE,
     (Job, "supervisor_image"): _IMAGE,
-    (Fleet, "zones"): Rule(most=6),  # as many zones as us-east-1 has
-    (Fleet, "instance_types"): Rule(most=20),  # our own bound: nobody reads a longer list
+    (Fleet, "zones"): Rule(most=6),  # us-east-1 has the most zones: six
+    (Fleet, "instance_types"): Rule(most=20),  # the limit is our own, because nobody reads a longer list
     (Fleet, "nodes"): Rule(minimum=1, maximum=MOST_NODES),
     (Fleet, "gather_minutes"): Rule(minimum=5, maximum=1_440, unit="minutes"),
     (CapacityBlock, "reservation"): Rule(
@@ -91,7 +92,7 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Limits, "usd_per_hour"): Rule(minimum=0.001, maximum=10_000, unit="USD per node-hour"),
     (Goal, "usd"): Rule(minimum=0.01, maximum=100_000, unit="USD"),
     (Goal, "hours"): Rule(minimum=0.01, maximum=10_000, unit="hours"),
-    (Goal, "results"): Rule(most=10),  # our own bound
+    (Goal, "results"): Rule(most=10),  # the limit is our own
     (Account, "tags"): Rule(
         pattern=r"[A-Za-z0-9 _.:/=+@-]{0,256}",
         most=7,  # S3 allows 10 for an object, and the stack uses three
@@ -140,7 +141,7 @@ RULES: dict[tuple[type[Any], str], Rule] = {
     (Interruptions, "notice_s"): Rule(minimum=1, maximum=120, unit="seconds"),
 }
 
-# What is allowed for a required key, if its type alone (text, a list) would not explain that.
+# The allowed values of a required key, if its type alone (text, a list) does not explain them.
 REQUIRED: dict[tuple[type[Any], str], str] = {
     (Job, "experiment"): f"one of {', '.join(sorted(EXPERIMENTS))}; or job.command in its place, for your own script",
     (Fleet, "region"): "a region with prices in the catalog, such as us-east-2",

@@ -1,4 +1,4 @@
-"""The `scenarios` section of a definition file: variants laid over the file, to compare them or to run one of them."""
+"""The `scenarios` section of a definition file: variants of the file, which are compared, or of which one is run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gpufleet.infra.errors import DefinitionError, GpufleetError, in_order, of_f
 
 
 def scenarios(path: Path, *, now: datetime) -> tuple[StackDefinition, ...]:
-    """Every entry in order, laid over the file. It need not be launchable: its types need only be known. Raises
-    DefinitionError with every problem of the file.
+    """The definition of every scenario, in order. A scenario need not be launchable: its types need only be known.
+    Raises DefinitionError with every problem of the file.
     """
     load(path, now=now, past_deadline=True)
     text, tree = open_file(path)
@@ -27,8 +27,8 @@ def scenarios(path: Path, *, now: datetime) -> tuple[StackDefinition, ...]:
 def scenario(
     path: Path, name: str, *, now: datetime, past_deadline: bool = False, to_run: bool = True
 ) -> StackDefinition:
-    """One scenario, checked like the file itself. If not `to_run`, it may be one that can only be priced. Raises
-    GpufleetError if it does not exist or cannot be run, and DefinitionError if something is wrong in it.
+    """One scenario, checked like the file itself. If not `to_run`, the scenario may be one that can only be priced.
+    Raises GpufleetError if it does not exist or cannot be run, and DefinitionError if it has problems.
     """
     by_name = {candidate.scenario: candidate for candidate in scenarios(path, now=now)}
     if name not in by_name:
@@ -42,7 +42,7 @@ def scenario(
             f"`gpufleet cost {by_name[name].argument} --scenario {name}` prices it"
         )
     text, tree = open_file(path)
-    section = tree.entries["scenarios"]  # the scenarios were read from this section
+    section = tree.entries["scenarios"]  # if there are scenarios, the file has this section
     assert isinstance(section, Mapping)
     entry = section.entries[name]
     entries = entry.entries if isinstance(entry, Mapping) else {}

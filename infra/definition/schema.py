@@ -1,4 +1,4 @@
-"""Turns a tree of text into the dataclasses of infra.definition, and collects every problem on the way.
+"""Builds the dataclasses of infra.definition from a tree of text, and collects all problems in the tree.
 
 The allowed values of keys are in rules.py; those of a job's parameters are in the field metadata of its config.
 """
@@ -46,9 +46,9 @@ SECTIONS: dict[str, type[Any]] = {
     "notify": Notify,
     "estimate": Estimate,
 }
-# The section to which a key belongs, for a key written in the wrong section.
+# The right section of a key, to be named if the key is in a wrong section.
 _HOME = {f.name: section for section, cls in SECTIONS.items() for f in dataclasses.fields(cls)}
-# Names that the same keys have in other tools.
+# Names of the same keys in other tools, and our names.
 _ALSO = {
     "gpu": "cuda",
     "nvidia": "cuda",
@@ -77,7 +77,7 @@ _ALSO = {
 _CAPACITY = "Write capacity: spot, or capacity: on-demand."
 # What to write for a key of another tool, if naming our key is not enough.
 _INSTEAD = dict.fromkeys(("spot", "use_spot", "on_demand"), _CAPACITY)
-_ELSEWHERE = dict.fromkeys(  # what to write for a key that means nothing in its section
+_ELSEWHERE = dict.fromkeys(  # what to write instead of a key that has no meaning in its section
     ("max_price", "spot_price", "max_spot_price", "max_price_per_hour"),
     "A ceiling for the price of an hour is limits.usd_per_hour.",
 )
@@ -91,7 +91,7 @@ class Findings:
     """The problems of one tree. Each path is reported once, and consequences of a problem are not reported."""
 
     tree: Mapping
-    # problems by path; None if another problem covers the path
+    # The problem of each path; None if the path is already explained by another problem.
     found: dict[str, Problem | None] = field(default_factory=dict)
 
     @property
@@ -114,11 +114,12 @@ class Findings:
         default: str = "",
         unknown_key: bool = False,
     ) -> None:
-        """Adds a problem at `path`, with the text in the file. If the file lacks the path, the problem is at the
-        section above, with the `default` that applies. Pass `node` if `path` may not lead to it: an unknown key may
-        contain dots and brackets.
+        """Adds a problem at `path`, with the text in the file. If the file lacks the path, the problem is reported for
+        the section that should have it, with the `default` that applies. Pass `node` if it cannot be found by `path`,
+        because an unknown key may contain dots and brackets.
         """
-        separators = islice(re.finditer(r"[.\[]", path), 2 * MAX_DEPTH)  # a key may hold any number of characters
+        # limited, because a key may have any number of characters
+        separators = islice(re.finditer(r"[.\[]", path), 2 * MAX_DEPTH)
         if path in self.found or any(path[: match.start()] in self.found for match in separators):
             return
         node = node or find_node(self.tree, path)
@@ -149,7 +150,7 @@ def nearest(word: str, names: Iterable[str]) -> str:
 
 def _meant(word: str, names: Iterable[str]) -> str:
     """The name whose spelling is nearest to `word`; empty if none is similar."""
-    import difflib  # imported here: only errors need the nearest name
+    import difflib  # imported here, because only the message of an error needs it
 
     known, low = sorted(names), word.lower()
     if _ALSO.get(low) in known:
@@ -200,7 +201,7 @@ def _job(node: Node | None, findings: Findings) -> Job:
 
 @cache
 def _command_keys() -> list[str]:
-    """The keys of a command. Their module is imported only here, because most bills do not need it."""
+    """The keys of a command. The module of these keys is imported only here, because most bills do not need it."""
     return [f.name for f in dataclasses.fields(KINDS[COMMAND])]
 
 
@@ -212,8 +213,9 @@ def job_keys(node: Node | None, *, laid_over: bool = False) -> list[str]:
 
 
 def _is_command(node: Node | None) -> bool:
-    """Whether `job` is a user's command: it has the key `command`; or it has neither `command` nor `experiment`, but
-    other keys of a command. Thus a mistyped `command` is one problem, not one for each key beside it.
+    """Whether `job` is a user's command: it has the key `command`, or it has neither `command` nor `experiment` but
+    other keys of a command. So a mistyped `command` is reported as one problem, and the keys beside it are not
+    reported.
     """
     if not isinstance(node, Mapping) or "experiment" in node.entries:
         return isinstance(node, Mapping) and "command" in node.entries
@@ -259,7 +261,9 @@ def entries_of(node: Node | None, path: str, allowed: str, findings: Findings, h
 
 
 def _as_keys(cls: type[Any], node: Node | None) -> Node | None:
-    """The section for which a single word stands, if `cls` has such a word; otherwise the node itself."""
+    """If the node is a single word and `cls` allows this word as a short form, the section that the word means;
+    otherwise the node itself.
+    """
     if not isinstance(node, Scalar) or node.text not in (words := getattr(cls, "WORDS", {})):
         return node
     entries: dict[str, Node] = {key: replace(node, text=text) for key, text in words[node.text].items()}
@@ -267,8 +271,8 @@ def _as_keys(cls: type[Any], node: Node | None) -> Node | None:
 
 
 def _as_section(cls: type[Any], hints: dict[str, Any], text: str) -> str:
-    """A hint how to write a value as a section: under the key whose unit the value has, as in `50 steps`, or under each
-    key that accepts it, required keys first.
+    """A hint that shows how to write a value as a section. If the value has a unit, as in `50 steps`, the hint uses the
+    key with this unit. Otherwise it names each key that accepts the value, required keys first.
     """
     plain = re.sub(r"(?<=[0-9]) ?Gi?B?$", "", text, flags=re.IGNORECASE)
     specs = dataclasses.fields(cls)
@@ -288,7 +292,9 @@ def _as_section(cls: type[Any], hints: dict[str, Any], text: str) -> str:
 
 
 def _nested_keys(names: list[str], hints: dict[str, Any]) -> dict[str, list[str]]:
-    """By section, the keys of the sections `names`, with their paths: `optim.lr` for the key `lr` of `optim`."""
+    """The keys of the sections `names`, by section, each with its path, such as `optim.lr` for the key `lr` of
+    `optim`.
+    """
     paths_by_key: dict[str, list[str]] = {}
     for name in names:
         inner, _ = unwrap(hints[name])
@@ -304,8 +310,8 @@ def check_keys(
     findings: Findings,
     below: dict[str, list[str]] | None = None,
 ) -> None:
-    """Reports every key that is not one of `names`, with the nearest name, or with the section to which the key belongs
-    (it may be one of the sections `below`). The key that was meant is then not reported as missing.
+    """Reports every key that is not one of `names`. The report has the nearest name, or the section to which the key
+    belongs, which may be one of the sections `below`. The key that was meant is then not reported as missing.
     """
     prefix = f"{path}." if path else ""
     for key, node in entries.items():
@@ -317,7 +323,7 @@ def check_keys(
             hint, meant = _INSTEAD.get(key.lower(), renamed), f"{prefix}{other}"
         elif inside := (below or {}).get(other or key):
             hint, meant = f"It is called {' or '.join(inside)}.", f"{prefix}{inside[0]}"
-        elif key in _HOME:  # a section that has this very key is a better hint than a similar name
+        elif key in _HOME:  # a section that has exactly this key is a better hint than a similar name
             hint, meant = f"It belongs under {_HOME[key]}.", f"{_HOME[key]}.{key}"
         elif near := _meant(key, names):
             hint, meant = f"Nearest: {near}.", f"{prefix}{near}"
@@ -349,7 +355,7 @@ def rule_of_key(cls: type[Any], spec: dataclasses.Field[Any]) -> Rule:
 def _convert(
     hint: Any, node: Node, path: str, rule: Rule, findings: Findings, default: Any = None, allowed: str = ""
 ) -> Any:
-    """The typed value, or _BAD if a problem was reported. `default`: values for the keys that a section lacks."""
+    """The typed value, or _BAD if a problem was reported. `default`: the values of keys that the section lacks."""
     inner, optional = unwrap(hint)
     null = isinstance(node, Scalar) and node.is_null
     if null and optional:
@@ -377,7 +383,7 @@ def _convert(
             name = "L40S" if key in ("step_ms", "epoch_minutes") else "NAME"
             value = re.sub(r"(?<=[0-9]) ?(ms|min)$", "", _written(node)) if isinstance(node, Scalar) else ""
             first = node.items[0] if isinstance(node, Items) and node.items else None
-            if isinstance(first, Scalar) and "=" in first.text:  # [KEY=value]
+            if isinstance(first, Scalar) and "=" in first.text:  # the list has the form [KEY=value]
                 name, _, value = first.text.partition("=")
             findings.add(path, allowed, f"Write {key}: {{{name}: {value}}}." if value else "", node=node)
             return _BAD
@@ -390,7 +396,7 @@ def _convert(
     if not isinstance(node, Scalar):
         findings.add(path, allowed, value="a list" if isinstance(node, Items) else "a section")
         return _BAD
-    if inner is str and default == "" and (null or not node.text.strip()):  # so a rehearsal can take the key away
+    if inner is str and default == "" and (null or not node.text.strip()):  # so that a rehearsal can remove the key
         return ""
     if null:
         findings.add(path, allowed, value="" if not node.text else node.text)
@@ -444,9 +450,9 @@ def _numeric(hint: Any, text: str, rule: Rule) -> tuple[Any, str]:
     value = Decimal(f"{Decimal(text):f}")  # 1e3 is shown as 1000 everywhere
     if hint is int and value != value.to_integral_value():
         return _BAD, ""
-    if hint is int and not re.fullmatch(r"[+-]?[0-9]+", text):  # 1e3 and 3.0 are floats to YAML
+    if hint is int and not re.fullmatch(r"[+-]?[0-9]+", text):  # YAML reads 1e3 and 3.0 as floats
         return _BAD, f"Write {int(value)}." if abs(value) < 10**12 else ""
-    if re.match(r"[+-]?0[0-9]", text):  # 010 is 8 in YAML 1.1 and 10 elsewhere
+    if re.match(r"[+-]?0[0-9]", text):  # YAML 1.1 reads 010 as 8, and other readers as 10
         return _BAD, f"Write {value:f}." if abs(value) < 10**12 else ""
     if not rule.includes(value):
         return _BAD, ""
@@ -475,7 +481,9 @@ def _time(text: str) -> tuple[Any, str]:
 
 
 def _placeholder(hint: Any) -> Any:
-    """A value in place of a required one that is missing (already reported), so that the rest can still be checked."""
+    """A value that stands for a required one that is missing, so that the other keys can still be checked. The missing
+    value is already reported.
+    """
     made: dict[Any, Any] = {tuple: (), dict: {}, str: "", Decimal: Decimal(1), int: 1}
     made[datetime] = datetime(2000, 1, 1, tzinfo=UTC)
     return made[typing.get_origin(hint) or hint]
@@ -483,7 +491,7 @@ def _placeholder(hint: Any) -> Any:
 
 def _written(node: Node) -> str:
     if isinstance(node, Scalar):
-        from gpufleet.job.kind.variables import without_keys  # imported here: only for an error
+        from gpufleet.job.kind.variables import without_keys  # imported here, because only an error needs it
 
         return without_keys(node.text)
     return "a list" if isinstance(node, Items) else "a section"

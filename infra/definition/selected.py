@@ -1,8 +1,7 @@
-"""Finds the definition that a stack runs, by its Pulumi configuration, for the program and for the commands.
-
-The setting `definition` names the stack's file, if it has another name than the stack; `scenario` names one of the
-file's scenarios. The engine keeps both in Pulumi.STACK.yaml, under the project's name, so that the commands need no
-engine to read them.
+"""Finds the definition that a stack runs, from the stack's Pulumi configuration, for the program and for the commands.
+If the stack and its file have different names, the setting `definition` names the file. The setting `scenario` names
+one of the file's scenarios. The engine keeps both in Pulumi.STACK.yaml, under the project's name, so that the commands
+need no engine to read them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from gpufleet.infra.definition.scenarios import scenario as one_scenario
 from gpufleet.infra.errors import GpufleetError
 
 DEFINITION, SCENARIO = "definition", "scenario"
-BAKE = "bake"  # the setting of a bake's stack: JSON of what the stack keeps once the builder is gone
+# the setting in the stack of a bake: as JSON, the AMI or snapshot that the stack keeps after its builder is deleted
+BAKE = "bake"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,9 @@ class Selected:
     asked: str = ""  # the stack as the user named it
 
     def load(self, *, now: datetime, past_deadline: bool = False, staged: bool = False) -> StackDefinition:
-        """The definition, after the checks that a run needs. Raises like loader.load and scenarios.scenario."""
+        """The definition, after the checks that a run needs. Raises the errors of loader.load and
+        scenarios.scenario.
+        """
         if not self.scenario:
             definition = load(self.path, now=now, past_deadline=past_deadline, staged=staged)
         else:
@@ -43,8 +45,9 @@ class Selected:
 
 
 def selected(stack: str, root: Path) -> Selected:
-    """What the program would run as `stack`: the name of a stack, or the path of a file. For a path, the configuration
-    of the stack with the file's name applies only if that stack runs this file. Raises GpufleetError.
+    """The definition file and the scenario that the program would run. `stack`: the name of a stack, or the path of a
+    file. If it is a path, the configuration of the stack with the file's name is used only if that stack runs this
+    file. Raises GpufleetError.
     """
     name = Path(stack).stem if is_path(stack) else stack
     config = _config(root / f"Pulumi.{name}.yaml", root / "Pulumi.yaml")
@@ -59,8 +62,9 @@ def selected(stack: str, root: Path) -> Selected:
 
 
 def refuse_unread(keys: Iterable[str], project: str) -> None:
-    """Raises GpufleetError for a setting that nothing reads: else a misspelled `scenario` would run the file itself,
-    and with its own profile the program would use another account than the commands.
+    """Raises GpufleetError if the configuration has a setting that gpufleet does not read. Otherwise a misspelled
+    `scenario` would run the file itself, and an AWS profile set there would make the program use another account than
+    the commands.
     """
     for key in keys:
         namespace, _, name = key.partition(":")
@@ -78,7 +82,7 @@ def refuse_unread(keys: Iterable[str], project: str) -> None:
 
 
 def _config(path: Path, of_project: Path) -> dict[str, str]:
-    """The settings in the engine's file under the project's name `of_project`."""
+    """The settings of the project `of_project` in the stack's configuration file."""
     config = _tree(path).get("config")
     if not isinstance(config, dict):
         return {}
@@ -97,7 +101,7 @@ def _project(path: Path) -> str:
 
 
 def _tree(path: Path) -> dict[str, Any]:
-    """A file of the engine as a tree of text; empty if there is none."""
+    """A file of the Pulumi engine as a tree of text; empty if the file does not exist."""
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except FileNotFoundError:

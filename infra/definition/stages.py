@@ -1,7 +1,8 @@
-"""The `stages` of a definition: steps of one run, each of which is a job on the hardware that it needs.
+"""The `stages` of a definition: steps of one run. Each stage is a job on the hardware that it needs.
 
 A stage is a run in the folder of the whole run. Its id is RUN/STAGE, so that everything that applies to a run
-(attempts, checkpoints, limits, receipt) applies to a stage. Its entry is laid over the file as a scenario is.
+(attempts, checkpoints, limits, receipt) applies to a stage. The keys of its entry replace those of the file, as the
+keys of a scenario do.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from gpufleet.infra.errors import Problem, of_form
 from gpufleet.job.kind import JobConfig
 
 STAGES, REHEARSAL, INTERRUPTIONS = "stages", "rehearsal", "interruptions"
-LAID = ("job", "fleet", "estimate")  # sections that an entry lays over the file
+LAID = ("job", "fleet", "estimate")  # sections of the file whose keys an entry may replace
 KEYS = ("name", *LAID, REHEARSAL)
-NAME = re.compile(r"[a-z][a-z0-9_]{0,19}")  # becomes a folder's name, a tag, and {inputs.NAME}
-MOST = 8  # our own bound, because each stage has a fleet
+# a stage's name is also that of a folder, and is part of a tag and of {inputs.NAME}
+NAME = re.compile(r"[a-z][a-z0-9_]{0,19}")
+MOST = 8  # the limit is our own, because each stage has a fleet
 RERUN = "rerun"
 
 
 class Earlier(NamedTuple):
-    """The stages before a stage: the names of those in the same run, and the folders (RUN/STAGE) of those that another
-    run did.
+    """The stages before a stage: the names of those in the same run, and the folders (RUN/STAGE) of those that are
+    taken from another run.
     """
 
     before: tuple[str, ...] = ()
@@ -40,8 +42,8 @@ Build = Callable[[Mapping, Earlier], tuple[StackDefinition, list[Problem]]]
 
 
 def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]:
-    """The definition of a file with `stages`, and its problems. `build` reads the tree of one stage and gets the stages
-    before it. If the file has `rerun`, the stages before its `from` belong to another run.
+    """The definition of a file with `stages`, and its problems. `build` reads the tree of one stage; the stages before
+    it are passed to it. If the file has `rerun`, the stages before its `from` belong to another run.
     """
     findings, built, problems = Findings(tree=tree), list[StackDefinition](), list[Problem]()
     rest = {key: node for key, node in tree.entries.items() if key not in (STAGES, "scenarios", RERUN)}
@@ -77,7 +79,9 @@ def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]
 
 
 def _rerun(tree: Mapping, stages: Sequence[dict[str, Node]], findings: Findings) -> tuple[str, int]:
-    """The run whose stages this run takes over, and their number; ("", 0) if the file has no `rerun`."""
+    """The id of the run whose stages this run uses, and the number of these stages; ("", 0) if the file has no
+    `rerun`.
+    """
     if RERUN not in tree.entries:
         return "", 0
     entries = entries_of(tree.entries[RERUN], RERUN, "a section with run and from", findings)
@@ -93,7 +97,7 @@ def _rerun(tree: Mapping, stages: Sequence[dict[str, Node]], findings: Findings)
 
 
 def rehearsed(tree: Mapping) -> Mapping:
-    """The tree, in which each stage has its `rehearsal` laid over it."""
+    """The tree in which the keys of each stage's `rehearsal` have replaced those of the stage."""
     stages = tree.entries.get(STAGES)
     if not isinstance(stages, Items) or not any(REHEARSAL in stage.entries for stage in _sections(stages)):
         return tree
@@ -143,7 +147,7 @@ def _name(node: Node | None, path: str, names: list[str], findings: Findings) ->
 
 
 def _takes(one: StackDefinition, earlier: dict[str, JobConfig], path: str, findings: Findings) -> None:
-    """Reports each earlier stage that does not leave the files that this stage takes from it."""
+    """Reports each earlier stage that does not write the files which this stage takes from it."""
     config = one.job.parameters
     for key, name in config.demands.inputs:
         if name in earlier and not set(config.demands.takes) <= set(earlier[name].demands.leaves):
@@ -152,7 +156,7 @@ def _takes(one: StackDefinition, earlier: dict[str, JobConfig], path: str, findi
 
 
 def _fleet(one: StackDefinition, path: str, findings: Findings) -> None:
-    """Reports settings that fleets of stages cannot have yet."""
+    """Reports settings that are not supported yet for fleets of stages."""
     market = one.fleet.market
     if one.fleet.is_gang:
         findings.add(f"{path}.fleet.nodes", "1: a stage has one node at a time", value=str(one.fleet.nodes))

@@ -77,7 +77,7 @@ def _with_gpus(written: str, config: JobConfig | None, current: Sequence[Instanc
 
 
 def _gpu_names(kind: Instance) -> set[str]:
-    """The GPU's names with and without its memory: L40S and L40S 48GB, A100 80GB and A100."""
+    """The GPU's name with and without its memory, such as L40S 48GB and L40S, or A100 80GB and A100."""
     first = kind.gpu.name.split()[0]
     return {_letters(name) for name in (first, kind.gpu.name, f"{first}{kind.gpu.memory_gb:g}GB")}
 
@@ -91,7 +91,7 @@ def declared_steps(config: JobConfig, findings: Findings, catalog: Catalog) -> N
     known = sorted({kind.gpu.name for kind in catalog.instances.values()})
     for time in config.told_speed.times if config.told_speed else ():
         if time.gpu not in known:
-            import difflib  # imported here: only errors need the nearest name
+            import difflib  # imported here, because only the message of an error needs it
 
             spelled = {_letters(gpu): gpu for gpu in known}
             close = [spelled[letters] for letters in difflib.get_close_matches(_letters(time.gpu), spelled, n=1)]
@@ -104,7 +104,7 @@ def declared_steps(config: JobConfig, findings: Findings, catalog: Catalog) -> N
 
 
 def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:
-    """Adds a problem if a listed type has fewer GPUs than the job asks for, because its nodes would be refused."""
+    """Adds a problem if a listed type has fewer GPUs than the job needs, because such a node would be refused."""
     asked = config.gpus_needed()
     kinds = [kind for name in dict.fromkeys(fleet.instance_types) if (kind := catalog.instances.get(name)) is not None]
     if config.demands.like_nodes and len({kind.gpu_count for kind in kinds}) > 1:
@@ -120,7 +120,7 @@ def gpus_asked(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Cat
 
 
 def several_nodes(fleet: Fleet, config: JobConfig, findings: Findings, catalog: Catalog) -> None:
-    """Adds every reason why `fleet.nodes` nodes could not train together."""
+    """Adds a problem for each reason why `fleet.nodes` nodes could not train together."""
     if fleet.gather_minutes is not None and not fleet.lets_go:
         findings.add(
             "fleet.gather_minutes", "none, for one node or a Capacity Block", "AWS is then not asked for nodes again."

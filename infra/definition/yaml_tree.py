@@ -1,4 +1,4 @@
-"""Turns YAML text into a tree in which every scalar is still text and every node knows its place in the file.
+"""Turns YAML text into a tree. Every scalar in the tree is still text, and every node has its place in the file.
 
 PyYAML only parses, so that `yes`, `3e-4`, `2026-11-21` and `3.10` reach the schema as written. Features that no
 definition file needs are refused: aliases, tags, several documents, deep nesting.
@@ -81,7 +81,7 @@ def decode(raw: bytes) -> str:
 
 def read(text: str, *, holds: str = "sections (run:, job:, fleet:, ...)", see: str = "stacks/") -> Mapping:
     """The tree of a file. `holds`: what the file should contain, as a phrase for messages. Raises UnreadableError with
-    all duplicate keys, or with one other fault.
+    all duplicate keys, or with the first other problem.
     """
     lines = text.splitlines()
     problems: list[Problem] = []
@@ -92,10 +92,11 @@ def read(text: str, *, holds: str = "sections (run:, job:, fleet:, ...)", see: s
         character = text[error.position : error.position + 1]
         raise UnreadableError(_problem(line, character, "printable UTF-8 text")) from None
     except yaml.MarkedYAMLError as error:
-        # PyYAML notices an open quote or bracket only at the file's end, but the mistake is where it opens
+        # PyYAML notices an unclosed quote or bracket only at the end of the file, but the mistake is at the place where
+        # it opens.
         open_quote = "quoted scalar" in (error.context or "")
         bracket = error.context or "" if "flow" in (error.context or "") else ""
-        no_colon = "simple key" in (error.context or "")  # PyYAML notices it further down
+        no_colon = "simple key" in (error.context or "")  # PyYAML notices a missing colon only on a later line
         begins = open_quote or bracket or no_colon
         mark = (error.context_mark if begins else None) or error.problem_mark or error.context_mark
         number = mark.line + 1 if mark else 1
@@ -142,7 +143,7 @@ def parse(raw: bytes, path: Path) -> tuple[str, Mapping]:
 
 
 def _indentation(lines: list[str], number: int) -> str:
-    """What is wrong with the line before, or the indentation of both lines if it differs."""
+    """A sentence about a mistake in the line before, or about the two lines' different indentations."""
 
     def spaces(at: int) -> int:
         return len(lines[at - 1]) - len(lines[at - 1].lstrip(" "))
@@ -170,7 +171,9 @@ def _indentation(lines: list[str], number: int) -> str:
 
 
 def merge(base: Node | None, overlay: Node) -> Node:
-    """`overlay` laid over `base`: sections are merged key by key, anything else is replaced. Nodes keep their paths."""
+    """The tree `base` with the values of `overlay`: sections are merged key by key, and everything else is replaced.
+    Nodes keep their paths.
+    """
     if not isinstance(base, Mapping) or not isinstance(overlay, Mapping):
         return overlay
     entries = dict(base.entries)
@@ -180,7 +183,7 @@ def merge(base: Node | None, overlay: Node) -> Node:
 
 
 def find_node(tree: Node, path: str) -> Node | None:
-    """The node at `fleet.zones[1]`, or None."""
+    """The node at a path such as `fleet.zones[1]`; None if there is none."""
     node: Node | None = tree
     for part in path.replace("[", ".[").split("."):
         if part.startswith("["):
@@ -217,7 +220,9 @@ class _Open:
 
 
 def _events(text: str) -> Iterable[yaml.Event]:
-    """Raises yaml.YAMLError. The parser in C takes a tenth of the time, and the one in Python names faults better."""
+    """Raises yaml.YAMLError. The parser in C is tried first, because it takes a tenth of the time. The one in Python
+    has better messages.
+    """
     try:
         return [*yaml.parse(text, Loader=yaml.CSafeLoader)]
     except yaml.YAMLError:

@@ -197,7 +197,7 @@ def _contents(values: Values, site: Site) -> str:
 
 
 def _renames(reach: Reach, values: Values) -> Iterator[tuple[Parts, Parts]]:
-    """Yields, for each call that renames a file, the name that the file had and the name that it gets."""
+    """For each call that renames a file, yields the old name and the new name."""
     for site in reach.sites:
         pair = site.call.args[:2]
         if (

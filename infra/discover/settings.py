@@ -103,8 +103,8 @@ class ScriptSettings:
         self._take_typed(list(start.words), start.environment)
 
     def find(self, name: str) -> Setting | None:
-        """The setting of this name, or the only setting whose name ends with `name`; None without one. A value of a
-        file, `OUTPUT`, is set by the option of that name, `--output`, if there is one.
+        """The setting of this name, or the only setting whose name ends with `name`; None if there is no such setting.
+        A value of a file, `OUTPUT`, is set by the option of that name, `--output`, if there is one.
         """
         there = self._find(name.replace("-", "_"))
         if there is None or there.form:

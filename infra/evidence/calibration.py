@@ -1,8 +1,8 @@
 """Reads calibrations, which are measurements of a job on a device, and decides whether a bill may use them.
 
 Measurements are in two places, in the same format (job/measured.py, docs/calibration.md): in `calibrations/<stack>/`,
-written by `gpufleet calibrate`, and in the receipts of runs in `receipts/<stack>/`. A measurement counts for instance
-types that have the measured GPU, as long as everything on which the speed depends is unchanged.
+written by `gpufleet calibrate`, and in the receipts of runs in `receipts/<stack>/`. A bill uses a measurement for
+instance types that have the measured GPU, as long as everything on which the speed depends is unchanged.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from gpufleet.job.contract.reading import Fields
 from gpufleet.job.kind import JobConfig
 
 FOLDER = "calibrations"
-# Boards with EC2's chips but other clocks or memory, or parts of a GPU: no EC2 type has them.
+# Names of devices that no EC2 type has: boards with the same chips but other clocks or memory, and parts of a GPU.
 _OTHER_BOARDS = {"PCIE", "NVL", "WORKSTATION", "MIG", "GRID", "64GB", "94GB", "96GB"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseSpeed:
-    """The measured speed of one phase. A figure is None if the measurement lacks it."""
+    """The measured speed of one phase. A time is None if the measurement lacks it."""
 
     name: str
     step_ms: float  # the median
@@ -48,10 +48,10 @@ class PhaseSpeed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """A measurement that counts. A number of seconds is None if the measurement lacks it."""
+    """A measurement that a bill may use. A number of seconds is None if the measurement lacks it."""
 
     source: str  # such as `probe of 200 steps`, or `receipt of run r1`
-    at: str  # UTC
+    at: str  # the time of the measurement, in UTC
     device: str  # the driver's name for the device
     torch: str | None
     start_s: float | None  # from the start of the trainer's process to its first step
@@ -85,14 +85,14 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RefusedCalibration:
-    """A measurement on this device that does not count, and the reason."""
+    """A measurement on this device that a bill may not use, and the reason."""
 
     why: str
 
 
 def find(definition: StackDefinition, instance: Instance, root: Path) -> Calibration | RefusedCalibration | None:
-    """The newest measurement in the project `root` that counts for the definition's job on `instance`. If none counts,
-    a RefusedCalibration says why for the newest one of this device. None if the device was never measured.
+    """The newest measurement in the project `root` that is valid for the definition's job on `instance`. If none is
+    valid, a RefusedCalibration says why the newest one of this device is not. None if the device was never measured.
     """
     candidates = [
         (tree, path)
@@ -118,8 +118,8 @@ def find(definition: StackDefinition, instance: Instance, root: Path) -> Calibra
 def find_all(
     definition: StackDefinition, instances: Mapping[str, Instance], root: Path, types: Iterable[str] | None = None
 ) -> dict[str, Calibration | RefusedCalibration]:
-    """By instance type, the measurements for the definition's types, or for `types`. If there is no folder of
-    measurements, nothing is read.
+    """The measurements for the definition's types, or for `types`, by instance type. Reads nothing if there is no
+    folder of measurements.
     """
     if not any((root / folder / definition.name).is_dir() for folder in (FOLDER, receipts.FOLDER)):
         return {}
@@ -134,7 +134,7 @@ def unmeasured(config: JobConfig) -> tuple[str, ...]:
 
 
 def not_reached(tree: Mapping[str, Any], config: JobConfig) -> tuple[str, ...]:
-    """The phases with optimizer steps that this measurement lacks. If it lacks one, it does not count."""
+    """The phases with optimizer steps that this measurement lacks. If it lacks one, it is not valid."""
     known = {phase["name"] for phase in tree["phases"]}
     return tuple(size.name for size in config.phases() if size.steps and size.name not in known)
 
@@ -153,7 +153,7 @@ def is_gpu(device: str, name: str) -> bool:
 
 def parse(tree: Any) -> Calibration:
     """The measurement in a document of schema 1. Raises ValueError if it is another document."""
-    from gpufleet.job import measured  # imported here: most bills use no measurement
+    from gpufleet.job import measured  # imported here, because most bills use no measurement
 
     fields = Fields(tree)
     fields.schema(measured.SCHEMA)
@@ -201,7 +201,7 @@ def _phase(fields: Fields) -> PhaseSpeed:
 
 
 def sound(root: Path, stack: str, folder: str) -> Iterator[dict[str, Any]]:
-    """Every measurement of the stack in `folder`, except damaged ones."""
+    """Every measurement of the stack in `folder`, without damaged ones."""
     for tree, path in _measurements(root, stack):
         if tree is not None and path.parent.parent.name == folder:
             yield tree
@@ -212,8 +212,9 @@ def _measurements(root: Path, stack: str) -> Iterator[tuple[dict[str, Any] | Non
     for path in sorted((root / FOLDER / stack).glob("[!.]*.json")):
         yield _sound(atomic.read_object(path)), path
     for path in sorted((root / receipts.FOLDER / stack).glob("[!.]*.json")):
-        with suppress(OSError, ValueError):  # receipts.read names the file
-            from gpufleet.job.contract.receipt import parse as parse_receipt  # imported here: as in receipts.py
+        with suppress(OSError, ValueError):  # receipts.read names damaged files
+            # imported here for the same reason as in receipts.py
+            from gpufleet.job.contract.receipt import parse as parse_receipt
 
             tree = parse_receipt(path.read_bytes()).measured
             if tree is not None and (sound := _sound(dict(tree))) is not None:
@@ -234,13 +235,13 @@ def _is_of(tree: Mapping[str, Any], definition: StackDefinition, instance: Insta
         return False
     if definition.job.parameters.device != tree["device"]["kind"]:
         return False
-    if tree["device"]["kind"] == "cpu":  # a type without a GPU is its own device
+    if tree["device"]["kind"] == "cpu":  # for a type without a GPU, the whole machine is the device
         return instance.gpu_count > 0 or tree["device"]["name"] == instance.type
     return instance.gpu_share == 1 and is_gpu(str(tree["device"]["name"]), instance.gpu.name)
 
 
 def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Instance, root: Path) -> str:
-    """What has changed since the measurement and affects the speed; empty if nothing has."""
+    """Changes since the measurement that affect the speed, as text; empty if there are none."""
     from gpufleet.job import measured
 
     config = definition.job.parameters
@@ -267,7 +268,9 @@ def _why_not(tree: Mapping[str, Any], definition: StackDefinition, instance: Ins
 
 
 def _doubts(tree: Mapping[str, Any], definition: StackDefinition, root: Path) -> Iterator[str]:
-    """Yields differences between measurement and run because of which the measurement is not refused."""
+    """Yields differences between measurement and run that the bill only mentions, and for which it does not refuse the
+    measurement.
+    """
     if "image" in tree and tree["image"] is None:
         yield "measured outside of job.image, which may be slower or faster"
     if tree["code_sha256"] != (now := code_now(definition, root)) and now:
@@ -275,7 +278,7 @@ def _doubts(tree: Mapping[str, Any], definition: StackDefinition, root: Path) ->
 
 
 def code_now(definition: StackDefinition, root: Path) -> str:
-    """A hash of the code that trains. For a command, that of the user's code; empty if all of it is in the image."""
+    """A hash of the code that trains. For a command, the hash of the user's code; empty if all code is in the image."""
     from gpufleet.infra.inputs import code
 
     config = definition.job.parameters

@@ -1,6 +1,7 @@
-"""Writes receipts as rows of FOCUS 1.0, the FinOps Foundation's form of a bill, for a team's own cost tools. A row is
-one line of a receipt, so that the rows of a run sum to its cost. A receipt says until when costs count, but not from
-when, so the period of a row is the day on which the run ended. Receipts have no quantities or unit prices.
+"""Writes receipts as rows of FOCUS 1.0, the FinOps Foundation's format for bills, so that a team's own cost tools can
+read them. A row is one line of a receipt, and the sum of a run's rows is its cost. A receipt has the time until which
+costs are included, but not the time from which they are, so the period of a row is the day on which the run ended.
+Receipts have no quantities or unit prices.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from gpufleet.job.contract.receipt import Receipt, ReceiptLine, money
 
-# By the first words of a line's name: FOCUS's category of the service, and the service. Other lines belong to EC2.
+# FOCUS's category of the service, and the service, by the first words of a line's name. All other lines belong to EC2.
 SERVICES = {
     "S3": ("Storage", "Amazon Simple Storage Service"),
     "what others add to the bucket": ("Storage", "Amazon Simple Storage Service"),
@@ -26,11 +27,13 @@ SERVICES = {
     "logs": ("Management and Governance", "AmazonCloudWatch"),
 }
 EC2 = ("Compute", "Amazon Elastic Compute Cloud")
-DYNAMIC = {"spot"}  # ways of buying with changing prices, for FOCUS's PricingCategory
+DYNAMIC = {"spot"}  # markets whose prices change, for FOCUS's PricingCategory
 
 
 def table(receipts: Iterable[Receipt], account: str) -> str:
-    """The rows of all runs except rehearsals, as CSV with a head. `account`: the number of the paying AWS account."""
+    """The rows of all runs except rehearsals, as CSV with a heading. `account`: the number of the paying AWS
+    account.
+    """
     rows = [row(receipt, line, account) for receipt in receipts if not receipt.rehearsal for line in receipt.lines]
     text = io.StringIO()
     if rows:

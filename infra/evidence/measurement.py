@@ -1,4 +1,4 @@
-"""Measures a job on this machine: runs a few hundred of its steps, and keeps their figures for bills."""
+"""Measures a job on this machine: runs a few hundred of its steps, and keeps their times for bills."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def require_place(folder: Path) -> None:
-    """Raises GpufleetError if the folder cannot be written, before minutes of a rented GPU are spent."""
+    """Raises GpufleetError if the folder cannot be written. This check comes before the measurement, which takes
+    minutes of a rented GPU.
+    """
     near = next(candidate for candidate in (folder, *folder.parents) if candidate.exists())
     if not near.is_dir() or not os.access(near, os.W_OK):
         raise GpufleetError(
@@ -45,7 +47,9 @@ def require_place(folder: Path) -> None:
 
 
 def why_ignored(tree: dict[str, Any], definition: StackDefinition, root: Path) -> str:
-    """Why no listed type's bill uses this measurement, and what to do; empty if one does."""
+    """A sentence about why the bill of no listed type uses this measurement, and what to do; empty if a bill
+    uses it.
+    """
     if missing := calibration.not_reached(tree, definition.job.parameters):
         return f"no step of phase {missing[0]} was timed (the first {WARM_UP} never are): ask for more --steps"
     if definition.estimate.step_ms is not None:
@@ -70,7 +74,7 @@ def measure(
     gpus: Sequence[machine.DriverGpu],
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Measures, and returns the measurement as JSON. Raises GpufleetError, also if the job fails."""
+    """Measures, and returns the measurement as JSON. Raises GpufleetError, for example if the job fails."""
     config = definition.job.parameters
     if config.device == "cuda" and not gpus:
         raise GpufleetError(
@@ -82,7 +86,8 @@ def measure(
             f"{definition.source}: {config.path}.work counts epochs, but a probe times steps: write"
             f" {config.path}.work.steps_per_epoch beside epochs, so that the work counts steps"
         )
-    steps = min(steps, batch.total_steps(config))  # the bill states the number of steps
+    # fewer steps if the whole run has fewer; the bill states their number
+    steps = min(steps, batch.total_steps(config))
     plan, ranks = config.probed(steps), config.ranks(len(gpus))
     too_short = [size for size in config.phases() if 0 < size.steps <= WARM_UP]
     if too_short:
@@ -177,7 +182,7 @@ def place(definition: StackDefinition, config: JobConfig, root: Path, workdir: P
     outputs = {name: f"results/{definition.name}/{run}/{FINAL}" for name, run in earlier.items()}
     for name, place in ((storage.inputs or {}) | outputs).items():
         folder = _folder(root, f"inputs.{name}", place, "put it there")
-        # one link for each file, so that new files beside the links stay in the work folder
+        # One link for each file, and not for the folder, so that new files are written into the work folder.
         for below, file in folders.files_of(folder).items():
             link = workdir / USER / NAMED / name / below
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -204,8 +209,8 @@ def _folder(root: Path, setting: str, place: str, first: str) -> Path:
 
 
 def own_programs(definition: StackDefinition, root: Path, scratch: Path) -> tuple[Path, Path]:
-    """The folder to put first on a command's PATH here, and the command's interpreter, which this folder also has under
-    the name `python`.
+    """The folder that comes first on the PATH of a command on this machine, and the command's Python, which is in this
+    folder too, under the name `python`.
     """
     python = own_python(definition, root)
     if code.programs(definition, root) is not None:
@@ -214,14 +219,14 @@ def own_programs(definition: StackDefinition, root: Path, scratch: Path) -> tupl
     shim.parent.mkdir()
     shim.write_text(
         f'#!/bin/sh\nexec {shlex.quote(str(python))} "$@"\n'
-    )  # a link would hide the environment's packages
+    )  # not a link, because Python started through a link would not find the environment's packages
     shim.chmod(0o755)
     return shim.parent, python
 
 
 def own_python(definition: StackDefinition, root: Path) -> Path:
-    """A command's interpreter here: that of the command's own environment, or else the machine's python3; never that of
-    this project.
+    """The Python of a command on this machine: that of the command's own environment, or the machine's python3 if there
+    is none. This Python is never that of this project.
     """
     if (programs := code.programs(definition, root)) is not None:
         return programs / "python"
@@ -230,7 +235,7 @@ def own_python(definition: StackDefinition, root: Path) -> Path:
 
 
 def own_versions(python: Path) -> dict[str, str]:
-    """The versions, in a command's interpreter, of the packages that a measurement records."""
+    """The versions of the packages that a measurement records, as a command's Python has them."""
     answer = subprocess.run([python, "-c", _VERSIONS], capture_output=True, text=True, check=False)
     return dict(json.loads(answer.stdout)) if answer.returncode == 0 else {}
 

@@ -10,9 +10,9 @@ class Observation(NamedTuple):
     """What was observed in one zone: the interruptions, and the node-hours in which they came."""
 
     type: str
-    zone: str | None  # None if not known
+    zone: str | None  # None if the zone is not known
     node_hours: float
     interruptions: float
-    source: str  # for people: the file of a trace, or the receipt of a run
+    source: str  # where the observation comes from, for people: the file of a trace, or the receipt of a run
     as_of: date | None
     gpus: int = 1  # GPUs per node

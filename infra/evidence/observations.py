@@ -15,9 +15,9 @@ TRACES = "traces"
 
 
 def observations(root: Path, *, but: Collection[Path] = ()) -> list[Observation]:
-    """The observations for infra.risk.hazard.learn: one per spot run, type and zone, and one per trace in `traces/`
-    (docs/risk.md), except those in the files `but`. Raises GpufleetError if a file in traces/ is not a trace, or names
-    no type of the catalog.
+    """The observations for infra.risk.hazard.learn: one for each spot run, type and zone, and one for each trace in
+    `traces/` (docs/risk.md), without the traces in the files `but`. Raises GpufleetError if a file in traces/ is not a
+    trace, or names no type of the catalog.
     """
     rows = _of_traces(root / TRACES, {path.resolve() for path in but})
     for receipt in receipts.read(root)[0]:
@@ -54,7 +54,7 @@ def _of_traces(folder: Path, but: Collection[Path]) -> list[Observation]:
         trace, catalog = traces.read(path), load_catalog(folder.parent)
         if not trace.type:
             raise GpufleetError(f"{path}: it names no type, but bills learn a type's hazard from {TRACES}/; add `type`")
-        if trace.type not in catalog.instances:  # otherwise no bill would ever use this trace
+        if trace.type not in catalog.instances:  # an unknown type is an error, because no bill would ever use its trace
             raise GpufleetError(f"{path}: {catalog.unknown_type(trace.type)}. Correct its type, or move the file away")
         rows.append(trace.observation()._replace(gpus=catalog.instances[trace.type].gpu_count))
     return rows

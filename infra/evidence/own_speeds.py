@@ -14,12 +14,15 @@ from gpufleet.infra.evidence.roofline import launch_ms, limit_ms
 from gpufleet.infra.evidence.speeds import OURS, ProvenStartUp, Speed, SpeedGroup, Speeds, family, shipped
 from gpufleet.job.kind import from_json
 
-_HOST_BOUND = 0.7  # if the host's launches take a larger share of a step, they decide its time, not the GPU
-NEWEST = 10  # the number of newest nodes whose start-up counts
+# if the host's kernel launches take a larger share of a step, the host decides the step's time, and not the GPU
+_HOST_BOUND = 0.7
+NEWEST = 10  # the number of newest nodes whose start-up times are used
 
 
 def known(root: Path, instances: Mapping[str, Instance], stack: str = "") -> Speeds:
-    """The figures in the shipped table, those measured in the project `root`, and the start-up of the stack's nodes."""
+    """The speeds of the shipped table, the speeds measured in the project `root`, and the start-up times of the stack's
+    nodes.
+    """
     own = [
         speed
         for folder in (calibration.FOLDER, receipts.FOLDER)
@@ -33,8 +36,8 @@ def known(root: Path, instances: Mapping[str, Instance], stack: str = "") -> Spe
 
 
 def canary_start_ups(root: Path) -> dict[str, ProvenStartUp]:
-    """By family of types, the start-up of nodes in the account's newest canary, whose image may be smaller than that of
-    the job.
+    """The start-up times of nodes in the account's newest canary, by family of types. The canary's image may be smaller
+    than that of the job.
     """
     last = newest(root)
     seconds = None if last is None else last.figure("node.started_s")
@@ -45,7 +48,7 @@ def canary_start_ups(root: Path) -> dict[str, ProvenStartUp]:
 
 
 def start_ups(root: Path, stack: str) -> dict[str, float]:
-    """By family of types, seconds from launch to first step: the median of the newest nodes in the stack's receipts."""
+    """Seconds from launch to first step, by family of types: the median of the newest nodes in the stack's receipts."""
     took: dict[str, list[float]] = {}
     for receipt in receipts.read(root, stack)[0] if stack else ():
         for attempt in () if receipt.rehearsal else receipt.attempts:
@@ -55,11 +58,11 @@ def start_ups(root: Path, stack: str) -> dict[str, float]:
 
 
 def _speeds(tree: Mapping[str, Any], instances: Mapping[str, Instance]) -> Iterator[Speed]:
-    """Yields one figure for each phase of a shipped job in which the GPU, not the host, decided the time."""
+    """Yields one speed for each phase of a ready-made job in which the GPU, and not the host, decided the time."""
     try:
         config = from_json(tree["experiment"], _nested(tree["settings"]))
     except ValueError:
-        return  # another version wrote these settings
+        return  # the settings come from another version
     device, ranks = tree["device"], int(tree["device"]["ranks"])
     node = next(
         (
@@ -86,7 +89,7 @@ def _speeds(tree: Mapping[str, Any], instances: Mapping[str, Instance]) -> Itera
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted path, turned into a tree."""
+    """The settings as a tree, from settings by dotted path."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         *above, key = path.split(".")

@@ -31,7 +31,7 @@ class Proof:
         return date.fromisoformat(self.tree["at"][:10])
 
     def figure(self, name: str, which: str = "median") -> float | None:
-        """The `least`, `median` or `most` of a figure; None if the canary did not reach it."""
+        """The `least`, `median` or `most` of a measured quantity; None if the canary did not measure it."""
         spread = self.tree["figures"].get(name)
         return None if spread is None else float(spread[which])
 
@@ -52,13 +52,13 @@ def read(path: Path) -> Proof:
 
 
 def _check(fields: Fields) -> None:
-    """Raises DoubtError if a value is missing or of another kind."""
+    """Raises DoubtError if a value is missing or has the wrong type."""
     fields.schema(SCHEMA)
     fields.need("at", reading.moment)
     fields.need("region", reading.text)
     fields.need("embedded", reading.flag)
     fields.section("answers")
-    fields.take("types", reading.listed(reading.text), ())  # files of the first version have no types
+    fields.take("types", reading.listed(reading.text), ())  # files of the first version do not have `types`
     for figure in fields.table("figures").values():
         for which in ("least", "median", "most"):
             figure.need(which, reading.number)
@@ -68,7 +68,9 @@ def _check(fields: Fields) -> None:
 
 
 def newest(root: Path, region: str = "") -> Proof | None:
-    """The newest readable proof from a real account, of this region or of any; None if there is none."""
+    """The newest readable proof from a real account, of this region, or of any region if none is given; None if there
+    is no proof.
+    """
     # file names begin with the day, so the newest comes first
     for path in sorted((root / FOLDER).glob("*.json"), reverse=True):
         try:

@@ -1,9 +1,9 @@
 """Reads, checks and scores the receipts of all runs, which shows how accurate the bills were.
 
 `gpufleet results` keeps them in `receipts/<stack>/<run>.json` of the project, where users commit them. A receipt that
-is damaged, belongs to another stack or does not add up is reported and left out, but never ends the program. The
-receipt of a rehearsal never counts. The receipt of a run counts if the run did what the bill priced: it finished, or
-max_usd or max_hours stopped it.
+is damaged, belongs to another stack or has a wrong sum is reported and left out, but never ends the program. The score
+never includes the receipt of a rehearsal. It includes the receipt of a run if the run did what the bill priced: it
+finished, or max_usd or max_hours stopped it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from gpufleet.job import atomic
 from gpufleet.job.text import counted
 
 if TYPE_CHECKING:
-    from gpufleet.job.contract.receipt import Receipt  # imported on use, because it takes 9 ms and most bills need none
+    # imported where it is used, because the import takes 9 ms and most bills need no receipt
+    from gpufleet.job.contract.receipt import Receipt
 
 # The forms in which a line of a receipt is valid.
 LINES = (
@@ -38,7 +39,7 @@ TARGET = 0.8  # share of runs that should end between p10 and p90
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accuracy:
-    """How accurate the bills of past runs were. Each figure is the median over the runs, in percent of a run's
+    """How accurate the bills of past runs were. Each error is the median over the runs, in percent of a run's
     estimate.
     """
 
@@ -46,7 +47,7 @@ class Accuracy:
     error_percent: float  # absolute
     bias_percent: float  # signed: positive means that runs cost more than estimated
     inside: float | None  # share of runs between p10 and p90, among bills with a range; None if no bill has one
-    by_cause: Mapping[str, float]  # absolute error if only this cause counted
+    by_cause: Mapping[str, float]  # absolute error if this were the only cause of differences, by cause
 
     def __str__(self) -> str:
         many = counted(self.runs, "receipt")
@@ -64,7 +65,7 @@ def read(root: Path, stack: str | None = None) -> tuple[list[Receipt], list[str]
             receipt = parse(path.read_bytes())
             if receipt.stack != path.parent.name:
                 raise ValueError(f"it belongs to stack {receipt.stack}")
-            if receipt.run != path.stem:  # otherwise a copied receipt would count twice
+            if receipt.run != path.stem:  # otherwise a copied receipt would be used twice
                 raise ValueError(f"it belongs to run {receipt.run}")
             valid.append(receipt)
         except (OSError, ValueError) as error:
@@ -73,14 +74,14 @@ def read(root: Path, stack: str | None = None) -> tuple[list[Receipt], list[str]
 
 
 def counts(receipt: Receipt) -> bool:
-    """Whether the receipt counts in the score."""
+    """Whether the score includes the receipt."""
     from gpufleet.job.contract.done import GRADED
 
     return not receipt.rehearsal and receipt.reason in GRADED
 
 
 def parse(content: bytes) -> Receipt:
-    """The receipt in the content of a receipt.json. Raises ValueError if it is damaged or does not add up."""
+    """The receipt in the content of a receipt.json. Raises ValueError if the receipt is damaged or its sum is wrong."""
     from gpufleet.job.contract import receipt as contract
 
     receipt = contract.parse(content)
@@ -108,12 +109,12 @@ def keep(content: bytes, root: Path, stack: str, run: str) -> Path:
 
 
 def score(root: Path, stack: str | None = None) -> Accuracy | None:
-    """The score of all receipts under `root`, or of those of one stack; None if none counts."""
+    """The score of all receipts under `root`, or of those of one stack; None if it would include no receipt."""
     return grade(read(root, stack)[0])
 
 
 def grade(receipts: Sequence[Receipt]) -> Accuracy | None:
-    """The score of these receipts; None if no receipt counts."""
+    """The score of these receipts; None if it would include none of them."""
     graded = [receipt for receipt in receipts if counts(receipt)]
     if not graded:
         return None

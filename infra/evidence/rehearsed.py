@@ -12,8 +12,8 @@ SAVES = "saves_on_signal"  # true or false; null if the rehearsal did not show i
 
 
 def saves_doubt(definition: StackDefinition, root: Path) -> str:
-    """A warning that no rehearsal on this machine has shown the declared job.stop.saves; empty if the newest rehearsal
-    that has an answer did.
+    """A warning that no rehearsal on this machine has confirmed the declared job.stop.saves; empty if the newest
+    rehearsal that tested it confirms it.
     """
     config = definition.job.parameters
     if config.code_folders() or not config.saves_on_signal:  # ready-made jobs always save

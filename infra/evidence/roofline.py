@@ -1,5 +1,5 @@
-"""Computes what bounds the speed of a phase: the GPU by its data sheet, the host's launches, and the exchange between
-several GPUs.
+"""Computes the bounds on the speed of a phase: from the GPU's data sheet, the host's kernel launches, and the exchange
+between several GPUs.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from gpufleet.infra.catalog import Instance
 from gpufleet.job.kind import JobConfig, batch
 from gpufleet.job.kind.common import GB, PhaseSize, Rung
 
-# Share of a link's data sheet that an all-reduce over eight GPUs reaches: 231 of 300 GB/s on p4d.24xlarge
+# Share of a link's rate in the data sheet that an all-reduce over eight GPUs reaches: 231 of 300 GB/s on p4d.24xlarge
 # (github.com/NVIDIA/nccl/issues/527, 2022), 28 of 63 over PCIe 5.0 (issues/1639 there, 2025).
 REACHED: Mapping[str, float] = {"nvlink": 0.77, "pcie": 0.45}
 NETWORK_REACHED = 0.8  # share of a node's baseline network rate; an assumption
-# Share of a step's own work during which ranks can exchange at the same time. With this share, the computed losses of
-# 1B to 13B models over 16 to 128 H100s are within 2 % of the published ones (llm-foundry scripts/train/benchmarking,
-# 2025-07).
+# Share of the time of a step's own work during which ranks can exchange gradients at the same time. With this share,
+# the computed losses of 1B to 13B models over 16 to 128 H100s are within 2 % of the published ones (llm-foundry
+# scripts/train/benchmarking, 2025-07).
 BESIDE = 0.8
 GRADIENT_BYTES = 4  # gradients are summed over ranks in fp32
 
@@ -28,10 +28,10 @@ def limit_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> f
 
 
 def limits_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> tuple[float, float] | None:
-    """Milliseconds of a step of phase `index`: for its products at the dense peak of `ranks` GPUs, and for its traffic
-    at the bandwidth of their memory. None if the data sheet lacks one of these. Activation checkpointing repeats reads
-    and writes, not products (job/experiments/models/selective.py); a rung that keeps no products needs one more forward
-    pass.
+    """Milliseconds of a step of phase `index`: for its matrix products at the dense peak of `ranks` GPUs, and for its
+    memory traffic at their bandwidth. None if the data sheet lacks one of these rates. Activation checkpointing repeats
+    reads and writes, but no matrix products (job/experiments/models/selective.py), except on a rung that keeps no
+    products, which needs one more forward pass.
     """
     size, gpu, share = config.phases()[index], instance.gpu, instance.gpu_share
     peak, bandwidth = gpu.peak_tflops(config.products()), gpu.bandwidth_gb_s
@@ -52,7 +52,9 @@ def limits_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> 
 
 
 def launch_ms(size: PhaseSize, instance: Instance, config: JobConfig, ranks: int) -> float:
-    """Milliseconds of the host for a step's batch and launches, with the micro-batches that fit on the GPUs."""
+    """Milliseconds that the host needs for a step: to load the batch, and to launch the kernels of all micro-batches
+    that fit on the GPUs.
+    """
     prepared = size.launch_ms + batch.rows_per_rank(config, ranks) * size.row_host_ms
     if not size.micro_launch_ms:
         return prepared
@@ -82,7 +84,9 @@ def between_nodes_bytes(size: PhaseSize, nodes: int) -> float:
 
 
 def with_exchange(work_ms: float, within_ms: float, between_ms: float) -> float:
-    """Milliseconds of a step with its exchange: within a node it overlaps the work, and between nodes it follows it."""
+    """Milliseconds of a step with its exchange: within a node the exchange overlaps the work, and between nodes it
+    follows the work.
+    """
     return work_ms + max(0.0, within_ms - BESIDE * work_ms) + between_ms
 
 

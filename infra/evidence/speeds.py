@@ -4,10 +4,11 @@ jobs, each with source and date.
 
 The fit writes the logarithm of a share as a sum of a mean, an effect of the GPU, an effect of the kind of work, an
 effect of the source (whose code, on whose machines), an effect of the combination of these three and of several GPUs,
-and a rest. Each effect has a sigma that draws it towards zero. So a GPU with many figures has its own efficiency, a GPU
-without figures has the mean and a wide range, and each receipt or calibration of a project also affects the estimates
-for other GPUs and jobs. The same fit gives the ratio of the shares that the same code reaches on two GPUs, in which
-source and kind cancel. bench/speed_coverage.py tests the fit by leaving out each source in turn.
+and a remainder. Each effect has a prior with a sigma, which pulls the effect towards zero. So a GPU with many
+measurements has its own efficiency, a GPU without measurements has the mean and a wide range, and each receipt or
+calibration of a project also affects the estimates for other GPUs and jobs. The fit also gives the ratio of the shares
+that the same code reaches on two GPUs. In this ratio, source and kind cancel. bench/speed_coverage.py tests the fit by
+leaving out each source in turn.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from numpy.typing import NDArray
 from gpufleet.infra.catalog import SHIPPED, read_catalog
 
 OURS = "gpufleet"  # the source of the shipped jobs
-NOBODY = ""  # the source of a job without a figure in the table
-MEAN = math.log(0.42)  # mean of ln share before any figure is known
-# Sigmas of ln share: mean, GPU, kind, source, combination (cell), rest. They are near the most likely values
+NOBODY = ""  # the source of a job that has no measurement in the table
+MEAN = math.log(0.42)  # mean of ln share before any measurement is known
+# Sigmas of ln share: mean, GPU, kind, source, combination (cell), remainder. They are close to the most likely values
 # (bench/results/speed.md).
 MEAN_SIGMA, GPU_SIGMA, KIND_SIGMA, SOURCE_SIGMA, CELL_SIGMA, REST_SIGMA = 0.15, 0.16, 0.1, 0.3, 0.12, 0.14
 
@@ -45,7 +46,7 @@ class SpeedGroup(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """One figure of the table."""
+    """One measurement of the table."""
 
     place: SpeedGroup
     share: float  # share of the dense peak
@@ -58,8 +59,8 @@ class Expected:
 
     share: float
     sigma: float
-    shared: float  # the part of sigma that is the same for a job on every GPU
-    whose: str = ""  # the source of a measurement, for the bill
+    shared: float  # the part of sigma that is the same on every GPU for one job
+    whose: str = ""  # the source of the measurement, for the bill
 
 
 class ProvenStartUp(NamedTuple):
@@ -70,8 +71,8 @@ class ProvenStartUp(NamedTuple):
 
 
 class Speeds:
-    """The fitted figures. `setup_s`: by family of types, the seconds until the first step on this stack's nodes.
-    `canary_s`: the same seconds from the account's newest canary.
+    """The fit to all measurements. `setup_s`: the seconds from launch to first step on this stack's nodes, by family of
+    types. `canary_s`: these seconds in the account's newest canary.
     """
 
     def __init__(
@@ -95,8 +96,8 @@ class Speeds:
         return self._told[place]
 
     def ratio(self, measured: SpeedGroup, asked: SpeedGroup) -> tuple[float, float]:
-        """The share that the same code reaches for `asked`, divided by the share that it reaches for `measured`: the
-        median of this ratio, and the sigma of its logarithm.
+        """The ratio of two shares that the same code reaches: the share for `asked`, divided by the share for
+        `measured`. Returns the median of this ratio, and the sigma of its logarithm.
         """
         both = [measured, asked]
         to_known = _covariance(both, self._places)
@@ -106,7 +107,7 @@ class Speeds:
         return math.exp(there - here), math.sqrt(variance)
 
     def _expect(self, place: SpeedGroup) -> Expected:
-        # what remains uncertain for an unmeasured GPU together with this one is due to the job
+        # The uncertainty that an unmeasured GPU has in common with this one is due to the job.
         elsewhere = place._replace(gpu="")
         both = [place, elsewhere]
         to_known = _covariance(both, self._places)

@@ -1,6 +1,4 @@
-"""Reads availability traces: the stretches of hours in which a spot node was available in a zone. docs/risk.md has the
-formats.
-"""
+"""Reads availability traces: the periods in which a spot node was available in a zone. docs/risk.md has the formats."""
 
 from __future__ import annotations
 
@@ -20,14 +18,16 @@ from gpufleet.infra.evidence.observation import Observation
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import DoubtError, Fields
 
-LONGEST_H = 1e6  # most hours of a trace
+LONGEST_H = 1e6  # a trace has at most this many hours
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """The stretches [up_from_h, up_to_h) of the `hours` in which nodes were available, in order, not overlapping."""
+    """The periods [up_from_h, up_to_h) in which nodes were available, within `hours` hours. The periods are in order,
+    and do not overlap.
+    """
 
     up_from_h: Floats
     up_to_h: Floats
@@ -43,15 +43,15 @@ class Trace:
 
     @property
     def interruptions(self) -> int:
-        """The number of stretches that end before the trace does."""
+        """The number of periods that end before the trace ends."""
         return int((self.up_to_h < self.hours).sum())
 
     def observation(self) -> Observation:
-        """The trace's observation for its zone's hazard."""
+        """What the trace shows about the hazard of its zone."""
         return Observation(self.type, self.zone, self.node_hours, self.interruptions, self.source, self.start)
 
     def part(self, from_h: float, to_h: float) -> Trace:
-        """The part of the trace between two hours."""
+        """The part of the trace between these two times, in hours."""
         meets = (self.up_to_h > from_h) & (self.up_from_h < to_h)
         return replace(
             self,
@@ -62,7 +62,7 @@ class Trace:
 
 
 def read(path: Path) -> Trace:
-    """The trace in a .csv or .json file. Raises GpufleetError if there is none."""
+    """The trace in a .csv or .json file. Raises GpufleetError if the file has none."""
     if path.suffix not in (".csv", ".json"):
         raise GpufleetError(f"{path}: a trace is a .csv or .json file (`gpufleet docs risk`); write STACK after traces")
     try:
@@ -82,7 +82,7 @@ def read(path: Path) -> Trace:
 def _json(text: str, path: Path) -> Trace:
     fields = Fields(reading.parse(text.encode()))
     tree = fields.tree
-    public = "metadata" in tree and "gap_s" not in tree  # as in github.com/skypilot-org/spot-traces
+    public = "metadata" in tree and "gap_s" not in tree  # the form of github.com/skypilot-org/spot-traces
     gap_s = fields.section("metadata").need("gap_seconds", _gap_s) if public else fields.need("gap_s", _gap_s)
     counts = fields.need("data" if public else "available", _counts)
     about = {key: fields.take(key, reading.text, "") for key in ("type", "zone")} | {"start": tree.get("start")}
@@ -145,7 +145,7 @@ def _trace(
     path: Path,
     about: Mapping[str, Any],
 ) -> Trace:
-    """The trace. `up`: for each of `at_h`, whether nodes were available from this hour on."""
+    """The trace. `up`: for each time in `at_h`, whether nodes were available from this time on."""
     if hours > LONGEST_H:
         raise ValueError(f"it is {hours:.3g} h long; allowed: at most {LONGEST_H:.0f}")
     change = np.diff(np.concatenate(([0], up.astype(np.int8), [0])))

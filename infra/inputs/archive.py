@@ -1,7 +1,7 @@
 """Packs the job package into one file for the bucket. The same sources give the same bytes on every machine. The file's
 hash is its name in the bucket and part of the user-data, so that a run trains with the code that its preview showed.
-The hash is also the file's name in the project's .gpufleet/, from where the engine reads it: a stack's state names the
-file, but has no copy.
+The hash is also the file's name in the project's .gpufleet/, from where the Pulumi engine uploads the file. The stack's
+state has the path of the file, but no copy of it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Archive:
     sha256: str
 
     def file(self, root: Path) -> Path:
-        """The archive's file in the project `root`; written if it does not exist. Other archives are not removed,
-        because the engine still reads the one with which a run began.
+        """The archive's file in the project `root`; the file is written if it does not exist. Older archives are not
+        removed, because the engine still reads the archive with which a run began.
         """
         path = root / FOLDER / f"job-{self.sha256}.tar.gz"
         if not path.exists() or path.stat().st_size != len(self.content):
@@ -55,7 +55,7 @@ def build(job_package_dir: Path) -> Archive:
     packed = io.BytesIO()
     with packing(packed, tarfile.USTAR_FORMAT) as tar:
         for name, content in sorted(contents.items()):
-            entry = tarfile.TarInfo(name)  # has time 0, owner 0, mode 0644
+            entry = tarfile.TarInfo(name)  # by default the entry has time 0, owner 0 and mode 0644
             entry.size = len(content)
             tar.addfile(entry, io.BytesIO(content))
     return Archive(content=packed.getvalue(), sha256=hashlib.sha256(packed.getvalue()).hexdigest())
@@ -63,7 +63,9 @@ def build(job_package_dir: Path) -> Archive:
 
 @contextmanager
 def packing(target: BinaryIO, form: int) -> Iterator[tarfile.TarFile]:
-    """A tar.gz to which entries are added; they are written to `target` at once. `form`: one of tarfile's formats."""
+    """A tar.gz to which entries can be added. Each entry is written to `target` at once. `form`: one of tarfile's
+    formats.
+    """
     stored = _StoredGzip(target)
     with tarfile.open(fileobj=stored, mode="w|", format=form, encoding="utf-8") as tar:  # type: ignore[call-overload]
         yield tar
@@ -75,12 +77,15 @@ def _wanted(relative: Path) -> bool:
 
 
 class _StoredGzip:
-    """gzip without compression (RFC 1952), because zlib builds compress differently, and the hash must not differ."""
+    """gzip without compression (RFC 1952), because different builds of zlib compress differently, and the hash must be
+    the same everywhere.
+    """
 
     def __init__(self, target: BinaryIO) -> None:
         self._target, self._waiting = target, bytearray()
         self._crc = self._length = 0
-        target.write(bytes([0x1F, 0x8B, 8, 0, 0, 0, 0, 0, 0, 255]))  # deflate, no name, no time, unknown system
+        # the header: method deflate, no name, no time, unknown system
+        target.write(bytes([0x1F, 0x8B, 8, 0, 0, 0, 0, 0, 0, 255]))
 
     def write(self, plain: bytes) -> int:
         self._crc, self._length = zlib.crc32(plain, self._crc), self._length + len(plain)

@@ -1,5 +1,5 @@
-"""The bakes of a project: which AMI holds which images and which snapshot which data, until when, at what price.
-`gpufleet bake` writes bakes/<id>.json, to be committed.
+"""Reads and writes the records of a project's bakes: the images in an AMI or the data in a snapshot, the time of its
+deletion, and its price. `gpufleet bake` writes bakes/<id>.json, which users commit.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Bake:
     ami: str
     region: str
     base_ami: str  # the AMI from which its builder started
-    images: tuple[str, ...]  # with their digests
+    images: tuple[str, ...]  # the images in the AMI, with their digests
     made: str
     until: str  # the time at which a schedule deletes it
     usd_per_month: Decimal  # the price of its snapshot
-    builder_usd: Decimal  # what making it cost, by the builder's bill
-    pulled_s: Decimal  # how long its builder took to pull the images
+    builder_usd: Decimal  # the cost of making it, by the builder's bill
+    pulled_s: Decimal  # seconds that the builder took to pull the images
 
     @property
     def id(self) -> str:
@@ -49,8 +49,8 @@ class BakedData:
 
     snapshot: str
     region: str
-    place: str  # the folder or s3:// prefix that it is a copy of
-    sha256: str  # of the listing of the place
+    place: str  # the folder or the s3:// prefix that was copied
+    sha256: str  # hash of the listing of this place
     size_gib: int
     made: str
     until: str
@@ -66,7 +66,7 @@ T = TypeVar("T", Bake, BakedData)
 
 
 def path_of(id: str, root: Path) -> Path:
-    """The file of an AMI or a snapshot."""
+    """The path of the record of an AMI or a snapshot."""
     return root / FOLDER / f"{id}.json"
 
 
@@ -80,15 +80,15 @@ def write(bake: Bake | BakedData, root: Path) -> Path:
 
 
 def read(definition: StackDefinition, root: Path) -> Bake | None:
-    """The bake from which the definition's nodes start; None if there is none. Raises GpufleetError if no bake wrote
-    the file.
+    """The record of the AMI from which the definition's nodes start; None if they start from a plain AMI, or if its
+    record is missing. Raises GpufleetError if no bake wrote the file.
     """
     return _read(Bake, definition.fleet.baked_ami, root)
 
 
 def read_data(definition: StackDefinition, root: Path) -> BakedData | None:
-    """The bake of data from which the nodes' data volumes come; None without one, or for a snapshot of another origin.
-    Raises as `read`.
+    """The record of the snapshot from which the nodes' data volumes are made; None if there is no snapshot, or if no
+    bake made it. Raises GpufleetError as `read` does.
     """
     disk = definition.storage.data
     return _read(BakedData, disk.snapshot if disk else None, root)
@@ -109,7 +109,7 @@ def _read(cls: type[T], id: str | None, root: Path) -> T | None:
 
 
 def not_ready(definition: StackDefinition, root: Path) -> Iterator[str]:
-    """Why nodes may not start from the definition's baked AMI, or read its baked data."""
+    """Reasons why nodes may not start from the definition's baked AMI, or read its baked data."""
     yield from _data_not_ready(definition, root)
     fleet, bake = definition.fleet, read(definition, root)
     if fleet.baked_ami is None:
@@ -131,7 +131,8 @@ def _data_not_ready(definition: StackDefinition, root: Path) -> Iterator[str]:
     data = read_data(definition, root)
     if data is None:
         return
-    now = folders.content(data.place, root)  # None: the snapshot is now the only copy that this machine knows
+    # None if the place is not on this machine; then only the snapshot has the data
+    now = folders.content(data.place, root)
     if now is not None and now.sha256 != data.sha256:
         why = f"was made of {data.place} as it was at {data.made}, and its files have changed"
     elif data.region != definition.fleet.region:
@@ -142,7 +143,9 @@ def _data_not_ready(definition: StackDefinition, root: Path) -> Iterator[str]:
 
 
 def gone_before_the_end(definition: StackDefinition, root: Path, now: datetime) -> Iterator[str]:
-    """Why what was baked may be gone while the fleet of a run that begins now still replaces nodes."""
+    """A sentence if the baked AMI or snapshot may be deleted while the fleet of a run that begins now still replaces
+    nodes.
+    """
     bake, data, end = read(definition, root), read_data(definition, root), definition.expiry(now)
     for key, baked, advice in (
         ("fleet.baked_ami", bake, _advice(definition)),

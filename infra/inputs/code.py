@@ -29,12 +29,14 @@ MIB = 1024 * 1024
 LARGEST = 5  # if the files are too large together, a message names this many of the largest
 _LEFT_OUT = (".git", "__pycache__")
 ENVIRONMENTS = (".venv", "venv")  # folders in which the code may have its own Python
-_ENVIRONMENT = "pyvenv.cfg"  # a folder with this file is a virtual environment, which works only where it is
+_ENVIRONMENT = "pyvenv.cfg"  # a folder with this file is a virtual environment, which works only at its own path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tree:
-    """The files and links of a folder to ship, by name. `commit`: the commit of its repository; None if it has none."""
+    """The files and links of a folder that are to be uploaded, by name. `commit`: the commit of its repository; None if
+    it has none.
+    """
 
     folder: Path
     files: dict[str, Path]
@@ -98,7 +100,7 @@ def read(definition: StackDefinition, root: Path) -> Tree | None:
 
 
 def pack(tree: Tree, root: Path) -> Packed:
-    """The tree's archive, in the project `root`. Raises DefinitionError if a file changes meanwhile."""
+    """The tree's archive, in the project `root`. Raises DefinitionError if a file changes while it is packed."""
     own = root / FOLDER
     own.mkdir(parents=True, exist_ok=True)
     unfinished = own / f"code-{os.getpid()}.tar.gz~"
@@ -114,9 +116,10 @@ def pack(tree: Tree, root: Path) -> Packed:
 
 
 def programs(definition: StackDefinition, root: Path) -> Path | None:
-    """The folder to put first on the PATH of a command on this machine: that of `rehearsal.python`, or of the
-    environment in the code's folder, or of the environment in which gpufleet was installed beside the user's packages.
-    None if there is none of these: the command then uses the system's programs. Raises GpufleetError.
+    """The folder that comes first on the PATH of a command on this machine. This is the folder of `rehearsal.python`,
+    or that of the environment in the code's folder, or that of the environment in which gpufleet was installed beside
+    the user's packages, in this order. None if there is none of these; the command then uses the system's programs.
+    Raises GpufleetError.
     """
     if definition.python:
         python = root / definition.python
@@ -125,10 +128,11 @@ def programs(definition: StackDefinition, root: Path) -> Path | None:
                 f"{definition.source}: rehearsal.python: there is no file {definition.python}; name the interpreter"
                 " that has what the command imports, such as ../my-model/.venv/bin/python"
             )
-        return python.absolute().parent  # not resolved, because an environment's interpreter is a link
+        # the link is not followed, because the Python of an environment is a link to another Python
+        return python.absolute().parent
     code = definition.job.parameters.demands.code
     places = [root / code.folder / name / "bin" for name in ENVIRONMENTS] if code else []
-    if Path(__file__).is_relative_to(sys.prefix):  # not for a clone, whose environment has none of the user's packages
+    if Path(__file__).is_relative_to(sys.prefix):  # false in a clone, whose environment has none of the user's packages
         places.append(Path(os.environ.get("VIRTUAL_ENV", sys.prefix)) / "bin")
     return next((place.absolute() for place in places if (place / "python").exists()), None)
 
@@ -172,7 +176,7 @@ def _write(tree: Tree, target: BinaryIO) -> None:
 
 
 def _add(tar: tarfile.TarFile, name: str, path: Path, folder: Path) -> None:
-    """Adds a file, without time and owner. Like git, it keeps of the file's mode only the right to execute."""
+    """Adds a file, without time and owner. Like git, it keeps only the right to execute from the file's mode."""
     entry = tarfile.TarInfo(name)
     if path.is_symlink() and (target := _target_inside(path, folder)):
         entry.type = tarfile.SYMTYPE
@@ -192,8 +196,8 @@ def _target_inside(link: Path, folder: Path) -> Path | None:
 
 
 def files_in(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yields files and links with their names, except those in virtual environments: the files that git tracks or would
-    track, or all files if the folder is not in git.
+    """Yields files and links with their names, except those in virtual environments. If the folder is in git, these are
+    the files that git tracks or would track; otherwise they are all files.
     """
     return _named(_repositories(folder))
 
@@ -207,7 +211,7 @@ def _repositories(folder: Path, above: str = "") -> Iterator[tuple[str, Path, se
     environments = tuple(name.removesuffix(_ENVIRONMENT) for name in names if name.endswith(f"/{_ENVIRONMENT}"))
     names = {
         name for name in names if not name.startswith(environments) and not (folder / name / _ENVIRONMENT).exists()
-    }  # a link to an environment counts as a file
+    }  # a link to an environment is treated as a file
     yield above, folder, names
     for name in names:
         if (folder / name).is_dir() and not (folder / name).is_symlink():
@@ -223,7 +227,7 @@ def _named(parts: Iterable[tuple[str, Path, set[str]]]) -> Iterator[tuple[str, P
 
 def _projects_own(folder: Path, root: Path) -> Callable[[str], bool]:
     """A function that says whether a name in the folder of code is one of gpufleet's files in the project `root`. The
-    project may be that folder, or lie in it.
+    project may be that folder, or be inside of it.
     """
     if not root.resolve().is_relative_to(folder.resolve()):
         return lambda name: False

@@ -26,7 +26,9 @@ MOST_FILES = 1000  # most files in a local folder, because each file is a resour
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
-    """The content of an input. If `folder` is None, the input is in a bucket, and its files are only counted."""
+    """The content of an input. If `folder` is None, the input is in a bucket, and only the number of its files is
+    known.
+    """
 
     uri: str | None
     folder: Path | None
@@ -41,8 +43,8 @@ class Listed:
 
 
 def read(definition: StackDefinition, root: Path) -> dict[str, Listed]:
-    """The existing inputs, by name. Hashes the new and changed files of local folders; for an s3:// prefix, uses what
-    `listed` kept. `missing` reports inputs that do not exist.
+    """The existing inputs, by name. Hashes the new and changed files of local folders; for an s3:// prefix, uses the
+    list that `listed` kept. Leaves out inputs that do not exist, which `missing` reports.
     """
     inputs = {name: _hashed(folder, root) for name, folder in _local(definition, root) if not _unfit(folder)}
     for name, uri in _remote(definition):
@@ -52,7 +54,7 @@ def read(definition: StackDefinition, root: Path) -> dict[str, Listed]:
 
 
 def content(place: str, root: Path) -> Listed | None:
-    """The present content of a folder or of an s3:// prefix, of this as `listed` kept it; None if there is none."""
+    """The present content of a folder, or the content of an s3:// prefix as `listed` kept it; None if there is none."""
     if place.startswith("s3://"):
         return _recorded_listing(place, root)
     return None if _unfit(root / place) else _hashed(root / place, root)
@@ -75,7 +77,9 @@ def size(definition: StackDefinition, root: Path) -> int:
 
 
 def listed(uri: str, root: Path, client: Any) -> Listed:
-    """The objects at an s3:// prefix, from S3; the list is kept for `read`. Raises GpufleetError if there are none."""
+    """Asks S3 for the objects at an s3:// prefix. Returns their list, and keeps it for `read`. Raises GpufleetError if
+    there are none.
+    """
     bucket, _, path = uri.removeprefix("s3://").partition("/")
     prefix = f"{path.strip('/')}/" if path.strip("/") else ""
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
@@ -133,7 +137,7 @@ def _unfit(folder: Path) -> str:
 
 
 def _hashed(folder: Path, root: Path) -> Listed:
-    """The folder with hashes. A file with the same size and time as last time counts as unchanged."""
+    """The folder with hashes. A file with the same size and time as last time is taken to be unchanged."""
     record = _record(str(folder.resolve()), root)
     before = (atomic.read_object(record) or {}).get("files") or {}
     paths = files_of(folder)

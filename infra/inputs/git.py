@@ -1,8 +1,10 @@
-"""Asks git about a folder safely: the folder's repository may come from a stranger's archive, with settings of its own.
+"""Asks git about a folder safely: the folder's repository may come from a stranger's archive, and have settings of its
+own.
 
 Such settings can name programs that git runs even if it only reads (core.fsmonitor, filters, hooks, fetches of missing
-objects), and no list of them stays complete. So git reads none of them: it gets a git folder of ours, with almost no
-config and no hooks, whose other entries are links into the repository. Only the settings of the calling user apply.
+objects), and a list of such settings would soon be incomplete. So git must read none of the repository's settings. Git
+is given a git folder made by this module, which has almost no config and no hooks, and whose other entries are links
+into the repository. Only the settings of the calling user apply.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from gpufleet.infra.errors import GpufleetError
 
 WAIT_S = 60
 _NOT_TAKEN = {"HEAD", "commondir", "config", "config.worktree", "gitdir", "hooks", "modules", "worktrees"}
-# Settings that git needs to read the repository, or files on this kind of disk. Their values are single words, and none
-# makes git run a program.
+# The only settings that are taken from the repository: those that git needs to read it, or to read files on this kind
+# of disk. Their values are single words, and none of them makes git run a program.
 _NEEDED = {"core": ("filemode", "ignorecase", "symlinks", "autocrlf"), "extensions": ("objectformat", "refstorage")}
 _OF_ANOTHER = {  # variables that a user's hook may have set, and that would lead git to the hook's repository
     *("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES"),
@@ -34,7 +36,7 @@ def top(folder: Path) -> Path | None:
 
 
 def ask(folder: Path, *words: str) -> bytes | None:
-    """Git's answer; None if the folder is in no repository, there is no git, or git refuses."""
+    """Git's answer; None if the folder is in no repository, if git is not installed, or if git refuses."""
     try:
         return answer(folder, *words)
     except GpufleetError:
@@ -42,7 +44,9 @@ def ask(folder: Path, *words: str) -> bytes | None:
 
 
 def status(folder: Path, *words: str) -> str:
-    """The lines of `git status --porcelain`, without submodules, which have their own settings; empty without git."""
+    """The lines of `git status --porcelain`, without submodules, which have their own settings; empty if there is no
+    repository or no git.
+    """
     return os.fsdecode(ask(folder, "status", "--porcelain", "--ignore-submodules=dirty", *words) or b"")
 
 
@@ -58,7 +62,8 @@ def answer(folder: Path, *words: str, feed: bytes = b"") -> bytes:
     try:
         with _without_settings(place) as ours:
             own = {name: value for name, value in os.environ.items() if name not in _OF_ANOTHER}
-            more = {"GIT_DIR": str(ours), "GIT_WORK_TREE": str(files), "GIT_OPTIONAL_LOCKS": "0"}  # git writes nothing
+            # with this variable, git writes nothing
+            more = {"GIT_DIR": str(ours), "GIT_WORK_TREE": str(files), "GIT_OPTIONAL_LOCKS": "0"}
             call = ["git", "-C", str(folder), *words]
             done = subprocess.run(call, input=feed, capture_output=True, env={**own, **more}, timeout=WAIT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -69,10 +74,10 @@ def answer(folder: Path, *words: str, feed: bytes = b"") -> bytes:
 
 
 def _find(folder: Path) -> tuple[Path, Path] | None:
-    """The top of the work tree around the folder, and its git folder; found as git does."""
+    """The top of the work tree around the folder, and its git folder; found by git's own rules."""
     for files in (folder.resolve(), *folder.resolve().parents):
         place = files / ".git"
-        if place.is_file():  # in a submodule or a second work tree it is a file
+        if place.is_file():  # in a submodule or a second work tree, `.git` is a file
             place = files / _text(place).removeprefix("gitdir:").strip()
         if (place / "HEAD").is_file():
             return files, place
@@ -81,10 +86,11 @@ def _find(folder: Path) -> tuple[Path, Path] | None:
 
 @contextmanager
 def _without_settings(place: Path) -> Iterator[Path]:
-    """Makes a git folder of ours, with links into that at `place`. Raises OSError."""
+    """Makes a git folder without settings, with links into the git folder at `place`. Raises OSError."""
     import tempfile
 
-    common = place / (_text(place / "commondir").strip() or ".")  # exists if the repository has several work trees
+    # the file exists if the repository has several work trees
+    common = place / (_text(place / "commondir").strip() or ".")
     own, shared = ({path.name: path for path in folder.iterdir()} for folder in (place, common))
     with tempfile.TemporaryDirectory(prefix="gpufleet-git-") as folder:
         for name, path in {**own, **shared, **{name: own[name] for name in own if "index" in name}}.items():

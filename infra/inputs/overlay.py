@@ -27,7 +27,8 @@ programs = [os.path.dirname(sys.executable), sysconfig.get_path("scripts")]
 print(json.dumps({"prefix": sys.prefix, "packages": packages, "programs": programs}))
 """
 _PIP = b"import runpy\n\nrunpy.run_module('pip', run_name='__main__', alter_sys=True)\n"
-# How pip and uv begin a program of a package. The second form is for a path that is too long or has a space.
+# The first lines that pip and uv write into a program of a package. The second form is used if the path is too long or
+# has a space.
 _HEAD = re.compile(
     rb"""\A\#!(?: /bin/sh\n'''exec'[ ](?P<quote>["']?)(?P<long>/[^\n]*?)(?P=quote)[ ]"\$0"[^\n]*\n'[ ]'''
     | (?P<python>/[^\n]*?)([ ]-\w+)? )\n""",
@@ -43,14 +44,14 @@ def make(python: Path, folder: Path, *, cache: Path) -> Path:
     _run(python, "-m", "venv", "--without-pip", str(folder))
     programs = folder / _PROGRAMS
     own = programs / "python"
-    # addsitedir also reads the .pth files there
+    # addsitedir is used because it also reads the .pth files in the folder
     line = f"import site; any(map(site.addsitedir, {theirs['packages']!r}))\n"
     (Path(_describe(own)["packages"][0]) / "over.pth").write_text(line, encoding="utf-8")
     _copy_scripts(dict.fromkeys(map(Path, theirs["programs"])), programs)
     for name in ("pip", "pip3"):  # otherwise the shell would find the user's own pip
         _write_script(programs / name, own, _PIP)
     if _run(own, "-c", "import importlib.util as u; print(u.find_spec('pip') is None)").strip() == "True":
-        _run(own, "-m", "ensurepip")  # an environment made by uv has no pip
+        _run(own, "-m", "ensurepip")  # needed because an environment made by uv has no pip
     _configure_pip(Path(theirs["prefix"]), folder, cache)
     return programs
 

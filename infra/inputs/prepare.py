@@ -1,4 +1,4 @@
-"""Makes the dataset in storage.dataset, and checks an existing one before a node is paid for."""
+"""Makes the dataset in storage.dataset, and checks an existing dataset before money is spent on a node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from gpufleet.job.kind.common import Say
 from gpufleet.job.kind.dataset import Dataset, Given
 from gpufleet.job.text import counted
 
-OFTEN = 50  # more passes over the data than this give a warning; the shipped pretraining makes 8
+# if a run passes over the data more often than this, there is a warning; the shipped pretraining passes over them 8
+# times
+OFTEN = 50
 
 
 def prepare_inputs(
@@ -28,7 +30,7 @@ def prepare_inputs(
     dataset = definition.job.parameters.dataset
     try:
         if (folder := definition.storage.weights_folder(root)) is not None:
-            dataset.check_weights(folder, say)  # before an hour of tokenising
+            dataset.check_weights(folder, say)  # checked first, because tokenising may take an hour
     except (ValueError, ImportError) as error:
         raise _as_user_error(error) from error
     made = prepared(definition, root, text=text, tokenizer=tokenizer, say=say)
@@ -43,7 +45,7 @@ def prepare_inputs(
 
 
 def prepare_folders(definition: StackDefinition, root: Path, s3: Any, say: Say) -> None:
-    """Lists and hashes a command's inputs, and prints which code is shipped. Raises GpufleetError."""
+    """Lists and hashes a command's inputs, and prints which code would be uploaded. Raises GpufleetError."""
     tree = code.read(definition, root)
     if tree is not None:
         changed = " and later changes" if tree.changed else ""
@@ -66,12 +68,12 @@ def prepared(
     tokenizer: Path | None = None,
     say: Say = lambda line: None,
 ) -> DatasetManifest:
-    """The definition's dataset under `root`; made if it does not exist. Raises GpufleetError."""
+    """The definition's dataset under `root`. Makes it if it does not exist. Raises GpufleetError."""
     name = definition.storage.dataset
     if name.startswith("s3://"):
         raise GpufleetError(f"storage.dataset is {name}, already prepared; name a local folder to prepare one here")
     dataset = definition.job.parameters.dataset
-    # such as <(zcat ...) or /dev/stdin
+    # a pipe, such as <(zcat ...) or /dev/stdin
     if text is not None and text.exists() and not (text.is_file() or text.is_dir()):
         raise GpufleetError(f"{text} is a pipe or device, but is read more than once: write it to a file first")
     if tokenizer is not None and not dataset.takes_tokenizer:
@@ -90,7 +92,9 @@ def prepared(
 
 
 def repeated(config: JobConfig, made: DatasetManifest) -> str:
-    """A sentence: how often a run with a length in steps reads this dataset; empty if less than twice."""
+    """A sentence that says how often a run whose length is given in steps reads this dataset; empty if less
+    than twice.
+    """
     read = config.dataset.read_by_steps(made)
     if read is None:
         return ""

@@ -1,4 +1,4 @@
-"""Finds the prepared dataset in the project, and puts its counts into the definition."""
+"""Finds the prepared dataset in the project, and writes its sizes into the definition."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def prepared_dataset(definition: StackDefinition, root: Path) -> DatasetManifest
 
 
 def as_prepared(definition: StackDefinition, root: Path) -> StackDefinition:
-    """The definition with the counts of the dataset folder under `root`, in place of those that `job.parameters.data`
+    """The definition with the real sizes of the dataset folder under `root` instead of those that `job.parameters.data`
     expects; unchanged if there is no dataset, or if it is in S3.
     """
     return counted_by(definition, prepared_dataset(definition, root))
 
 
 def counted_by(definition: StackDefinition, dataset: DatasetManifest | None) -> StackDefinition:
-    """The definition with the counts of `dataset`; unchanged if `dataset` is None."""
+    """The definition with the sizes of `dataset`; unchanged if `dataset` is None."""
     if dataset is None:
         return definition
     parameters = definition.job.parameters.with_facts(dataset.facts)

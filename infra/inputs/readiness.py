@@ -41,7 +41,7 @@ def not_ready(definition: StackDefinition, root: Path) -> list[str]:
 
 
 def code_problems(definition: StackDefinition, root: Path) -> list[Problem]:
-    """Problems of the folder of a command's code: it is missing, empty or cannot be shipped."""
+    """Problems of the folder of a command's code: the folder is missing or empty, or cannot be uploaded."""
     if definition.job.parameters.demands.code is None:
         return []
     from gpufleet.infra.inputs import code  # imported here, because most definitions ship no code
@@ -54,8 +54,9 @@ def code_problems(definition: StackDefinition, root: Path) -> list[Problem]:
 
 
 def image_problems(definition: StackDefinition) -> list[Problem]:
-    """A problem if several nodes have an image without a digest, because a tag may move between two pulls. A scenario
-    has no such problem, because it is only priced; whoever runs it gets a sentence from `not_ready`.
+    """A problem if several nodes have an image without a digest, because the image of a tag may change between two
+    pulls. For a scenario this is not a problem, because it is usually only priced; if it is run, `not_ready` has a
+    sentence about it.
     """
     image = definition.job.image
     if not definition.fleet.is_gang or definition.scenario or "@sha256:" in image:
@@ -66,12 +67,14 @@ def image_problems(definition: StackDefinition) -> list[Problem]:
 
 
 def command(definition: StackDefinition) -> str:
-    """The `gpufleet prepare` command for the definition's dataset. If the source is a file, the user adds it."""
+    """The `gpufleet prepare` command for the definition's dataset. If the source is a file, the user has to add its
+    path.
+    """
     return f"gpufleet prepare {definition.argument} {definition.job.parameters.dataset.argument()}".rstrip()
 
 
 def _unlisted(folder: Path) -> str:
-    """Why the weights in `folder` cannot be declared yet; empty if they can."""
+    """A sentence about why the weights in `folder` cannot be declared yet; empty if they can be."""
     if not (folder / WEIGHTS).is_file():
         return f"are not listed in {WEIGHTS}"
     try:
@@ -82,8 +85,8 @@ def _unlisted(folder: Path) -> str:
 
 
 def _unprepared(definition: StackDefinition, folder: Path, root: Path) -> str:
-    """Why the folder is not the prepared dataset that the definition file asks for; empty if it is. The files are not
-    hashed here, but when they are uploaded.
+    """Why the folder is not the prepared dataset that the definition file asks for; empty if it is. The files are
+    hashed only when they are uploaded.
     """
     if not (folder / DATASET).is_file():
         return "is not prepared"

@@ -1,4 +1,4 @@
-"""A Capacity Block for ML: nodes of one type in one zone for a fixed time. It is paid at once, and AWS does not
+"""A Capacity Block for ML: nodes of one type in one zone for a fixed time. The block is paid at once, and AWS does not
 interrupt its nodes before its end.
 """
 
@@ -19,9 +19,9 @@ _ENDED = "EC2 begins to end its nodes 30 minutes before its end."
 
 
 class InBlock(Market):
-    """An `instant` fleet, because no other kind launches into a Capacity Block. It asks for nodes once, replaces none,
-    and has no expiry. A schedule (program/resources/stop.py) ends it half an hour before the block's end, when EC2
-    begins to end the nodes.
+    """An `instant` fleet, because no other kind launches into a Capacity Block. Such a fleet asks for nodes once,
+    replaces none, and has no expiry. A schedule (program/resources/stop.py) ends it half an hour before the block's
+    end, when EC2 begins to end the nodes.
     """
 
     name = metered_as = "block"
@@ -32,10 +32,11 @@ class InBlock(Market):
     is_sold_to_all = replaces = moves_elsewhere = False
     # no service-linked role is needed, because the user who runs `up` launches the nodes
     roles: ClassVar[Mapping[str, str]] = {}
-    never = ("with_notice", "without_notice")  # nothing replaces a node that a block has lost
+    never = ("with_notice", "without_notice")  # no node replaces one that is lost in a block
     keep_ends = END
-    # A deleted fleet may stay in `deleted_terminating` for hours after its nodes have ended. So the provider waits in
-    # vain, and only the next destroy finds that the fleet is deleted (docs/decisions/2026-11-26-capacity-block.md).
+    # A deleted fleet may stay in `deleted_terminating` for hours after its nodes have ended. So the provider waits
+    # until its timeout, and only the next destroy finds that the fleet is deleted
+    # (docs/decisions/2026-11-26-capacity-block.md).
     delete_timeout = "10m"
 
     def check(self, findings: ProblemList, fleet: FleetKeys, beside: Beside) -> None:
@@ -61,7 +62,7 @@ class InBlock(Market):
             yield "fleet.block has no reservation: buy the block from AWS and write its id, cr-..., as `reservation`."
 
     def require(self, catalog: Catalog, type_: str, fleet: FleetKeys) -> None:
-        """Raises nothing, because the block's fee is in the definition file."""
+        """Never raises PriceMissing, because the definition file has the block's fee."""
 
     def offer(self, catalog: Catalog, type_: str, fleet: FleetKeys, ceiling: Decimal | None) -> Offer:
         return Offer(price=_price(Decimal(0), "node-hour", "paid by the block's fee", catalog.as_of))
@@ -70,7 +71,7 @@ class InBlock(Market):
         return offers[self.name].price, None
 
     def fees(self, day: date) -> tuple[tuple[str, str, Price], ...]:
-        """The fee for the nodes, which does not depend on how long they run. No price list has it."""
+        """The fee for the nodes, which does not depend on how long they run. This fee is in no price list."""
         return (("capacity block", "capacity_block", _price(self._fee, "block", "fleet.block.fee_usd", day)),)
 
     @property

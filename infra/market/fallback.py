@@ -6,7 +6,8 @@ from gpufleet.infra.market.market import DEADLINE, Beside, FleetKeys, ProblemLis
 from gpufleet.infra.market.spot import Spot
 from gpufleet.job.kind import batch
 
-MOST_HEARTBEAT_S = 300  # most seconds between heartbeats, because a hand-over waits only ten minutes
+# heartbeats may be at most this many seconds apart, because a hand-over to on demand waits only ten minutes
+MOST_HEARTBEAT_S = 300
 
 
 class SpotThenOnDemand(Spot):

@@ -14,12 +14,13 @@ BLOCK_ENDING = timedelta(minutes=30)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityBlock:
-    """A Capacity Block for ML that its user has bought, or may buy: gpufleet buys none."""
+    """A Capacity Block for ML that the user has bought or may buy. gpufleet itself buys none."""
 
-    reservation: str | None = None  # cr-...; None if it is not bought, so that the run can only be priced
+    # the id (cr-...); None if the block is not bought, so that the run can only be priced
+    reservation: str | None = None
     start: datetime
     end: datetime
-    fee_usd: Decimal  # paid at once; if several runs share the block, the part of this run
+    fee_usd: Decimal  # the block's fee, which is paid at once; if several runs share the block, the part of this run
 
     @property
     def last(self) -> datetime:

@@ -16,7 +16,8 @@ class Spot(Market):
     name = asks_for = metered_as = by_the_hour = "spot"
     place, bought = "on spot", "spot"
     is_interrupted = True
-    # With at most one interruption an hour, free first hours save at most half of an uninterrupted run's dollars.
+    # If there is at most one interruption in an hour, free first hours save at most half of the dollars of an
+    # uninterrupted run.
     least_share = Decimal("0.5")
     quotas: ClassVar[tuple[str, ...]] = ("spot",)
     roles: ClassVar[Mapping[str, str]] = {**Market.roles, "AWSServiceRoleForEC2Spot": "spot.amazonaws.com"}

@@ -1,5 +1,5 @@
-"""Makes the clients that read prices. They retry patiently, and ask only the real AWS, because the embedded AWS invents
-prices.
+"""Makes the clients that read prices. These clients repeat failed requests for a long time. The clients ask only the
+real AWS, because the prices of the embedded AWS are invented.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def client(service: str, region: str) -> Any:
             f"prices come only from AWS, but {service} would be asked at {host}, whose prices may be made up:"
             " unset AWS_ENDPOINT_URL"
         )
-    # checked before hundreds of requests, with the same message as in other commands
+    # This is checked before hundreds of requests are made, and has the same message as in other commands.
     if session.get_credentials() is None:
         raise NoCredentialsError
     return made

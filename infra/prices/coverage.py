@@ -1,4 +1,4 @@
-"""Shows how old and how complete a catalog's prices are, per region and item. The caller gives today's date."""
+"""Shows how old and how complete a catalog's prices are, per region and item. The caller passes today's date."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ SCHEMA = 1
 PLACES = Decimal("0.0001")  # spot prices have fewer decimals: 27.433 is the on-demand price of 27.43298
 SPREAD = 3  # if the most expensive zone costs this many times as much as the cheapest, a line names them
 ABREAST = 2  # zones of a type per line, because some regions have six
-BESIDE = 4  # the most regions whose service prices are shown side by side; of more, only the number of known prices
+# service prices of at most this many regions are shown side by side; if there are more regions, only the number of
+# known prices is shown
+BESIDE = 4
 
 
 def to_json(catalog: Catalog, regions: Sequence[str], today: date) -> dict[str, Any]:
@@ -39,7 +41,9 @@ def to_json(catalog: Catalog, regions: Sequence[str], today: date) -> dict[str, 
 
 
 def render(catalog: Catalog, regions: Sequence[str], today: date) -> str:
-    """The content of to_json as text: one region type by type, or several as a table of counts and dates."""
+    """The content of to_json as text. A single region is shown with a line for each instance type. Several regions are
+    shown as a table with the number of known prices and their dates.
+    """
     document = to_json(catalog, regions, today)
     days = document["catalog"]["age_days"]
     age = f"{days} days old" if days >= 0 else f"{-days} days in the future: it cannot have been read"
@@ -123,7 +127,9 @@ def _region(catalog: Catalog, region: str, today: date) -> dict[str, Any]:
 
 
 def _launchable(catalog: Catalog, region: str, today: date) -> dict[str, Instance]:
-    """Types that may be launched in the region today: EC2 still has them, and as far as is known offers them there."""
+    """Types that may be launched in the region today: EC2 has not retired them, and as far as is known offers them in
+    this region.
+    """
     return {
         type_: instance
         for type_, instance in catalog.instances.items()
@@ -133,7 +139,7 @@ def _launchable(catalog: Catalog, region: str, today: date) -> dict[str, Instanc
 
 
 def _families(types: Sequence[str], known: Iterable[str]) -> Iterator[str]:
-    """Yields the types; a family of which none is known is shortened to `g7.*`."""
+    """Yields `types`. If all `known` types of a family are among them, yields only the family, such as `g7.*`."""
     whole: dict[str, list[str]] = {}
     for type_ in known:
         whole.setdefault(type_.partition(".")[0], []).append(type_)

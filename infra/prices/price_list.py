@@ -1,15 +1,16 @@
 """Reads on-demand and service prices from the AWS Price List (GetProducts).
 
-An answer is a list of products. Each is a JSON text with `product.attributes`, and, under `terms.OnDemand`, the price
-dimensions with unit, USD and the amount from which they apply. Four things are surprising (public clients of this API,
-and the SDK's own example, read 2026-11):
+An answer is a list of products. Each product is a JSON text. The text has `product.attributes`, and under
+`terms.OnDemand` the price dimensions, each with unit, USD, and the quantity from which it applies. Four facts are
+surprising (public clients of this API, and the SDK's own example, read 2026-11):
 
 - Usage types have the region's prefix, but old ones in us-east-1 have none: USE2-EBS:VolumeUsage.gp3 in us-east-2 is
   EBS:VolumeUsage.gp3 there.
 - gp3 throughput is priced per GiB/s; a bill counts MiB/s.
-- Capacity Blocks are listed as instances at 0 USD: marketoption and a price above 0 exclude them.
-- A term applies from its effectiveDate on. Of several terms, the newest that has begun counts; announced ones are
-  reported too.
+- Capacity Blocks are listed as instances at 0 USD. A filter by marketoption, and the condition that a price is above 0,
+  exclude them.
+- A term applies from its effectiveDate on. If there are several terms, the newest one that already applies gives the
+  price; announced terms are reported too.
 
 If an answer is ambiguous, there is no price, because a guess would look like a fact.
 """
@@ -26,7 +27,7 @@ from typing import Any
 from gpufleet.infra.catalog.items import known_items
 from gpufleet.infra.catalog.regions import known_regions
 
-API_REGION = "us-east-1"  # the Price List's endpoint there answers for every region
+API_REGION = "us-east-1"  # the Price List's endpoint in this region answers for every region
 
 
 class NoFigure(Exception):
@@ -116,7 +117,7 @@ def _quote(products: list[dict[str, Any]], units: Mapping[str, Decimal], region:
 def _changes(
     products: list[dict[str, Any]], units: Mapping[str, Decimal], amount: Decimal, days: Iterable[date]
 ) -> Iterator[tuple[date, Decimal]]:
-    """Yields the future values of `amount`, each with its first day. An ambiguous change is left out."""
+    """Yields the future values of `amount`, each with the day from which it applies. Ambiguous changes are left out."""
     for day in days:
         try:
             new = _amount(products, units, day)
@@ -149,7 +150,7 @@ def _terms(product: dict[str, Any]) -> dict[date, list[dict[str, Any]]]:
 
 
 def _first_tier(product: dict[str, Any], day: date) -> tuple[str, Decimal] | None:
-    """(unit, USD) of the lowest tier with a price on that day; None if there is none."""
+    """Unit and USD of the lowest tier that has a price on that day; None if there is none."""
     terms = _terms(product)
     in_force = max((begin for begin in terms if begin <= day), default=None)
     tiers = [

@@ -1,4 +1,4 @@
-"""Makes a new dated folder of prices from those that bills use now, by reading each price from AWS. A price that AWS
+"""Makes a new dated folder of prices: those that bills use now, with each price read from AWS again. A price that AWS
 does not return keeps its value, date and source, and is reported.
 """
 
@@ -21,8 +21,8 @@ from gpufleet.infra.errors import AwsRefused, GpufleetError
 from gpufleet.infra.prices import price_list, spot_history
 from gpufleet.infra.prices.price_list import NoFigure
 
-JUMP = 3  # a price that changed by more than this factor is shown
-PATIENCE = 5  # after this many failed requests in a row, each with botocore's own retries, no more are made
+JUMP = 3  # a price is shown if it changed by more than this factor
+PATIENCE = 5  # after this many failed requests in a row, each retried by botocore, no further requests are made
 _HOPELESS = (
     "AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "AuthFailure", "InvalidClientTokenId",
     "UnrecognizedClientException", "SignatureDoesNotMatch", "ExpiredToken", "ExpiredTokenException", "RequestExpired",
@@ -32,7 +32,7 @@ _HOPELESS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptFigure:
-    """A figure that could not be read again. `as_of`: the old figure's date; None if there is none."""
+    """A price that could not be read again. `as_of`: the date of the old price; None if there is no old price."""
 
     what: str
     why: str
@@ -130,7 +130,7 @@ def _spot(
         before = {zone.zone: zone for zone in old.spot.get((type_, region), ())}
         rest = [zone for name, zone in before.items() if name not in {priced.zone for priced in zones}]
         unnamed = history.unnamed.get(type_, ())
-        for name in unnamed:  # a zone without an id is one of `rest` or a new one, and nothing shows which
+        for name in unnamed:  # a zone without an id is one of `rest` or a new one, and the answer does not show which
             why, oldest = "AWS gives no id for this zone", min((zone.price.as_of for zone in rest), default=None)
             done.kept.append(KeptFigure(what=f"spot price of {type_} in {name}", why=why, as_of=oldest, failed=True))
         if not zones:
@@ -155,7 +155,7 @@ def _spot_price(zone: spot_history.ZonePrice, day: date) -> SpotPrice:
 
 
 class _GivenUp(Exception):
-    """The request was not made, because it would fail like earlier ones."""
+    """The request was not made, because it would fail as earlier requests did."""
 
 
 def _keep(done: Refreshed, figure: str, error: Exception, before: Price | None) -> None:
@@ -174,7 +174,9 @@ def _note(done: Refreshed, figure: str, before: Price | None, new: Decimal) -> N
 
 
 def _hopeless(error: Exception) -> bool:
-    """Whether further requests of this kind would fail too: for lack of rights, credentials, or a connection to AWS."""
+    """Whether further requests of this kind would fail too, because rights, credentials or a connection to AWS are
+    missing.
+    """
     if isinstance(error, exceptions.ClientError):
         return error.response.get("Error", {}).get("Code") in _HOPELESS
     return isinstance(error, exceptions.BotoCoreError) and not isinstance(error, exceptions.HTTPClientError)
@@ -200,8 +202,8 @@ def renew(
     now: datetime,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Asks AWS, writes a dated folder in `to`, and prints figures that were not read, changed much, or disappeared.
-    Returns 1 if a request failed. Raises AwsRefused if all did.
+    """Asks AWS, writes a dated folder in `to`, and prints the prices that were not read, that changed much, or that no
+    longer exist. Returns 1 if a request failed. Raises AwsRefused if all requests failed.
     """
     types = [
         name
@@ -209,7 +211,7 @@ def renew(
         if instance.left_ec2 is None or instance.left_ec2 >= now.date()
     ]
     old = files.read(SHIPPED)
-    # the prices that bills use now, even if the new ones are written elsewhere
+    # The prices that bills use now, even if the new prices are written to another folder.
     for known in dict.fromkeys((project_prices(Path.cwd()), to)):
         if folders := files.folders(known):
             old = files.newer(old, files.read(folders[-1]))
@@ -237,7 +239,7 @@ def renew(
 def _report(done: Refreshed, folder: Path) -> Iterator[str]:
     yield f"{done.read} prices read, written to {folder}. Commit it, so that everyone's bills use it."
     if done.kept:
-        yield f"\nNot read, {len(done.kept)}; each keeps its old figure with its old date and source:"
+        yield f"\nNot read, {len(done.kept)}; each keeps its old price with its old date and source:"
     for figure in done.kept:
         old = f"; the old one is of {figure.as_of}" if figure.as_of else "; there is no old one"
         yield f"  - {figure.what}: {figure.why}{old}"

@@ -1,8 +1,8 @@
 """Reads spot prices per zone over 7 days (DescribeSpotPriceHistory).
 
-A price in the history applies until the next one of its zone. The answer includes the newest price before the window,
-which applies from the window's start. So the median is over time, not over changes. Zones are named by id, such as az1.
-If a zone's id is not known, its prices are left out, and its name is reported.
+A price in the history applies until the next one of its zone. The answer includes the newest price before the 7 days,
+which applies from their start. So the median is taken over time, and not over changes of the price. Zones are named by
+id, such as az1. If a zone's id is not known, its prices are left out, and its name is reported.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import Any
 
 DAYS = 7
 SOURCE = f"EC2 spot price history, median of {DAYS} days"
-_ZONE_NAME = re.compile(r"[a-z]{2}(-[a-z]+)+-[0-9]+[a-z]")  # us-east-2a, but no Local Zone such as us-east-1-atl-1a
-_ZONE_ID = re.compile(r"[a-z]+[0-9]+-(az[0-9]+)")  # use2-az1, but no Local Zone such as use1-atl1-az1
+# matches us-east-2a, but no Local Zone such as us-east-1-atl-1a
+_ZONE_NAME = re.compile(r"[a-z]{2}(-[a-z]+)+-[0-9]+[a-z]")
+_ZONE_ID = re.compile(r"[a-z]+[0-9]+-(az[0-9]+)")  # matches use2-az1, but no Local Zone such as use1-atl1-az1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZonePrice:
-    """USD per node-hour of one type in one zone over the window."""
+    """USD per node-hour of one type in one zone over the 7 days."""
 
     type: str
     zone: str
@@ -34,7 +35,7 @@ class ZonePrice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZoneHistory:
-    """The prices that were read, and, by type, the names of zones without a known id."""
+    """The prices that were read, and the names of zones without a known id, by type."""
 
     prices: list[ZonePrice]
     unnamed: Mapping[str, tuple[str, ...]]
@@ -42,7 +43,7 @@ class ZoneHistory:
 
 def read(ec2: Any, types: Iterable[str], now: datetime) -> ZoneHistory:
     """The prices of these types in all zones of the client's region that have one. Raises botocore's errors. The types
-    are passed as a filter, because as an argument a type that the region does not know would be an error.
+    are passed as a filter. If they were passed as an argument, a type that the region does not know would be an error.
     """
     start = now - timedelta(days=DAYS)
     pages = ec2.get_paginator("describe_spot_price_history").paginate(
@@ -59,7 +60,7 @@ def read(ec2: Any, types: Iterable[str], now: datetime) -> ZoneHistory:
 
 
 def zone_ids(ec2: Any) -> dict[str, str]:
-    """By name, the ids of zones as this account has them, such as use2-az1 for us-east-2a."""
+    """The ids of zones in this account, by zone name, such as use2-az1 for us-east-2a."""
     answer = ec2.describe_availability_zones(Filters=[{"Name": "zone-type", "Values": ["availability-zone"]}])
     return {zone["ZoneName"]: zone["ZoneId"] for zone in answer["AvailabilityZones"] if zone.get("ZoneId")}
 
@@ -99,7 +100,7 @@ def _unnamed(rows: Iterable[Mapping[str, Any]], ids: Mapping[str, str]) -> dict[
 
 
 def _median(holds: list[tuple[Decimal, float]]) -> Decimal:
-    """The price that the spot price did not exceed for half of the time."""
+    """The median over time: for half of the time, the spot price was not above this price."""
     half = sum(seconds for _, seconds in holds) / 2
     spent = 0.0
     for price, seconds in sorted(holds):

@@ -1,1 +1,3 @@
-"""The Pulumi program: decisions before the first resource, the resources, and a node's boot script."""
+"""The Pulumi program: the decisions that are made before the first resource, the resources, and a node's boot
+script.
+"""

@@ -1,7 +1,7 @@
 """Computes the hash by which a person approves a bill, before anything exists that costs money.
 
-`gpufleet run` asks for the hash and passes it to `pulumi up`. The program there computes it again from the plan that it
-is about to declare, and refuses if a file, a price or data has changed in between.
+`gpufleet run` asks for the hash and passes it to `pulumi up`. The Pulumi program computes it again from the plan that
+it is about to declare, and refuses if a file, a price or data has changed in between.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _OF_THE_CLOCK = ("began", "valid_until")
 
 
 def approval(plan: Plan) -> str:
-    """The hash, in hexadecimal digits, over everything that the run begins with and over its bill in cents."""
+    """The hash, in hexadecimal digits, of everything that the run begins with and of its bill in cents."""
     bills = [plan.usd, *(fallback.usd for fallback in plan.fallbacks)]
     cents = [[f"{usd:.2f}" for usd in asdict(quantiles).values()] for quantiles in bills]
     return _digits([_begins_with(plan), cents, plan.kept_after_destroy()])
 
 
 def of_campaign(plans: Iterable[Plan], described: CampaignFile) -> str:
-    """The hash of runs under one cap: of everything that each run begins with, whatever their order, and of what the
-    file allows. It does not include their bills, because these change with each receipt of the campaign; the cap does
-    not.
+    """The hash for a campaign. The hash covers everything that each run begins with, in any order of the runs, and what
+    the campaign's file allows. The hash does not cover the bills of the runs, because these change with each receipt of
+    the campaign; the cap does not change.
     """
     return _digits([sorted(begins_with(plan) for plan in plans), described.allowed])
 
@@ -50,8 +50,8 @@ def _digits(tree: Any) -> str:
 
 
 def require(plan: Plan, approved: str | None) -> None:
-    """Raises GpufleetError if the plan would begin another run than the approved one. `approved`: the hash; None in a
-    plain `pulumi up`, which asks for approval itself.
+    """Raises GpufleetError if the plan would begin another run than the approved one. `approved`: the hash; None for a
+    plain `pulumi up`, where the Pulumi CLI itself asks the user.
     """
     if approved is None or plan.verdict.continues or (now := approval(plan)) == approved:
         return

@@ -1,4 +1,4 @@
-"""Images in a private repository of Amazon ECR, to which nodes log in by their role. Pure functions.
+"""Knows images in private repositories of Amazon ECR, to which nodes log in with their role. All functions are pure.
 
 Nodes log in to no other registry, so images elsewhere must be public.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Repository:
-    """ACCOUNT.dkr.ecr.REGION.amazonaws.com/NAME."""
+    """The private ECR repository ACCOUNT.dkr.ecr.REGION.amazonaws.com/NAME."""
 
     account: str
     region: str
@@ -29,11 +29,11 @@ def repository(image: str) -> Repository | None:
 
 
 def abroad(image: str, region: str) -> str:
-    """A warning if nodes of `region` pull the image from another region's ECR; else empty."""
+    """A warning if nodes of `region` pull the image from another region's ECR; otherwise empty."""
     private = repository(image)
     if private is None or private.region == region:
         return ""
     return (
         f"job.image is in ECR of {private.region}: each node pulls it across regions, for which AWS charges by the GB; "
-        f"the bill does not count that. Copy it to {region}."
+        f"the bill does not include that. Copy it to {region}."
     )

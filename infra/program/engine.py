@@ -1,5 +1,5 @@
-"""What a Pulumi program exchanges with the engine, for this project's own program and for the component in other
-programs. Errors are raised before the first resource. The engine shows the bill and its warnings as diagnostics.
+"""Exchanges data with the Pulumi engine, for this project's own program and for the component in other programs. Errors
+are raised before the first resource. The engine shows the bill and its warnings as diagnostics.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gpufleet.infra.progress import Lines
 from gpufleet.job.progress import shown_by
 from gpufleet.job.text import printable
 
-# Before 3.208 the engine ignores replacement triggers, so that a new run id would start nothing. Before 3.226 a trigger
-# may fire by itself, which ends a run (Pulumi's change log).
+# Versions before 3.208 ignore replacement triggers, so that a new run id would start nothing. In versions before 3.226
+# a trigger may cause a replacement without a change, which would end a run (Pulumi's change log).
 ENGINE = ">=3.226.0"
 OVER = "none: the run is over"  # an output's value in place of a fleet's id
 
@@ -60,13 +60,13 @@ def planned(root: Path, name: str, was: Previous, *, scenario: str, tags: Mappin
 
 
 def begin(verdict: RunDecision, was: Previous, name: str = "run", parent: pulumi.Resource | None = None) -> None:
-    """Declares, before every other resource, one that keeps in the stack's state which run the resources are for.
-    Raises GpufleetError for a new run if the engine would not replace the fleet of the previous run.
+    """Declares a resource that keeps in the stack's state for which run all other resources are. This resource comes
+    before all others. Raises GpufleetError for a new run if the engine would not replace the fleet of the previous run.
 
-    With --run-program the engine writes each new replacement trigger into the state before it compares, so that no
-    trigger replaces anything, and policies change under a fleet that continues (pulumi/pulumi 20217). This resource
-    also has a trigger, with a new value at each attempt to begin a run: if the engine does not replace this resource,
-    it would not replace the fleet either.
+    With --run-program the engine writes each new replacement trigger into the state before it compares the old and the
+    new one. So no trigger replaces anything, and the policies of a fleet that continues would change (pulumi/pulumi
+    20217). This resource has a trigger too, with a new value at each attempt to begin a run. If the engine does not
+    replace this resource, it would not replace the fleet either.
     """
     began = f"{verdict.run.id} {verdict.run.began}"
     stash = pulumi.Stash(name, input=began, opts=pulumi.ResourceOptions(parent=parent, replacement_trigger=began))
@@ -85,8 +85,8 @@ def lines(resource: pulumi.Resource | None = None) -> Callable[[str], None]:
 
 
 def say(plan: Plan, resource: pulumi.Resource | None = None, *, also: Iterable[str] = ()) -> None:
-    """Shows the bill, the warnings, and what a destroy will leave, because the destroy itself runs no program that
-    could.
+    """Shows the bill, the warnings, and what a destroy will leave. The destroy itself cannot show it, because it runs
+    no program.
     """
     pulumi.log.info(printable("\n".join(plan.shown(datetime.now(UTC).date()))), resource)
     for warning in (*plan.warnings, *also):

@@ -44,28 +44,31 @@ from gpufleet.job.contract.inputs import DatasetManifest, InputManifest, Weights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Everything that the program will declare; nothing is left to decide."""
+    """Everything that the program will declare. All decisions are already made."""
 
     now: datetime
     definition: StackDefinition
     bill: Bill
     fallbacks: list[Fallback]  # the priced fallback, if the definition has one
-    pools: Mapping[Capacity, tuple[tuple[str, str], ...]]  # by market, every (type, zone) that a fleet may launch
-    cheaper: Cheaper | None  # options that do the same work for less; None for a run that has begun
+    # every (type, zone) in which a fleet may launch nodes, by market
+    pools: Mapping[Capacity, tuple[tuple[str, str], ...]]
+    cheaper: Cheaper | None  # options that do the same work for less money; None for a run that has begun
     verdict: RunDecision
     archive: archive.Archive
-    dataset: DatasetManifest | None  # None if it is an s3:// prefix, or not prepared yet
+    dataset: DatasetManifest | None  # None if the dataset is an s3:// prefix, or not prepared yet
     dataset_folder: Path | None
-    # None if there are no base weights, if they are an s3:// prefix, or if they are not listed yet
+    # The list of base weights; None if there are none, if they are an s3:// prefix, or if they are not listed yet.
     weights: WeightsManifest | None
     weights_folder: Path | None
-    code: code.Packed | None  # the code of a command; None if it has none, or if a preview cannot have it yet
+    # the code of a command; None if it has no code folder, or if a preview cannot pack the folder yet
+    code: code.Packed | None
     inputs: dict[str, folders.Listed]  # the inputs of a command
     run_config: str  # the text of run.json
     warnings: tuple[str, ...]
     stages: tuple[Plan, ...] = ()  # the plans of a run's stages; the other fields are then those of the first stage
     staged: StagedBill | None = None  # the bill of a run in stages
-    bake: tuple[str, ...] = ()  # what the AMI of `gpufleet bake` costs, if nodes start from one
+    # sentences about the cost of the AMI or the snapshot of `gpufleet bake` that the nodes use
+    bake: tuple[str, ...] = ()
 
     @property
     def parts(self) -> tuple[Plan, ...]:
@@ -73,7 +76,7 @@ class Plan:
         return self.stages or (self,)
 
     def user_data(self, bucket: str, log_group: str, schedule: str, notify: str = "") -> str:
-        """The node's script in base64. The program calls this once AWS has given the names."""
+        """The node's script in base64. The program calls this after AWS has returned the names."""
         script = user_data.render(
             **user_data.known(self.definition),
             archive_sha256=self.archive.sha256,
@@ -86,7 +89,9 @@ class Plan:
         return base64.b64encode(script.encode()).decode()
 
     def kept_after_destroy(self) -> dict[str, str]:
-        """What a destroy will leave, and its price. Preview and up show it, because a destroy runs no program."""
+        """Words about what a destroy will leave, and its price. Preview and up show them, because a destroy runs no
+        program.
+        """
         storages = [part.bill.kept for part in self.parts]
         monthly = sum((storage.usd_per_month for storage in storages), Decimal(0))
         return {
@@ -99,7 +104,7 @@ class Plan:
         return self.staged.usd if self.staged else self.bill.usd
 
     def shown(self, today: date) -> list[str]:
-        """The bill in a dozen lines, and what a destroy will leave."""
+        """The bill in a dozen lines, and a line about what a destroy will leave."""
         if self.staged:
             return [*self.staged.lines(), f"Kept after destroy: {self.kept_after_destroy()['what']}."]
         lines = answer(
@@ -120,7 +125,7 @@ class Plan:
         }
 
     def outputs(self) -> dict[str, Any]:
-        """The bill's figures as stack outputs, so that later previews show each change in dollars."""
+        """The bill's figures as stack outputs, so that later previews show each change of the bill in dollars."""
         return {
             "definition": self.definition.name,
             "bill": record.outputs(self.bill),
@@ -132,7 +137,7 @@ class Plan:
         }
 
     def record(self) -> dict[str, Any]:
-        """The record by which the next update decides whether a run goes on."""
+        """The record from which the next update decides whether a run continues."""
         return {"run": asdict(self.verdict.run), "runs": list(self.verdict.runs)}
 
 
@@ -152,7 +157,7 @@ def make(
     over = bool(previous.outputs.get("run"))
     try:
         path = find(name, root)
-    except GpufleetError as error:  # the Pulumi stack may have a name of its own, such as dev
+    except GpufleetError as error:  # the name may be that of a Pulumi stack, such as dev, for which there is no file
         raise GpufleetError(f"{error}\n`pulumi config set definition NAME` chooses the one to run.") from None
     definition = Selected(path=path, scenario=scenario, asked=name).load(now=now, past_deadline=over, staged=True)
     if tags:
@@ -201,7 +206,7 @@ class JobFiles:
     dataset_sha256: str
 
     def fields(self) -> dict[str, Any]:
-        """The fields that a plan takes unchanged."""
+        """The fields of a plan that are copied from here."""
         names = ("dataset", "dataset_folder", "weights", "weights_folder", "code", "inputs")
         return {name: getattr(self, name) for name in names}
 
@@ -219,7 +224,7 @@ def _gather(
     dataset = prepared_dataset(definition, root)
     if dataset and folder and not preview:
         try:
-            verify(folder, dataset)  # this reads and hashes every byte
+            verify(folder, dataset)  # takes long, because it reads and hashes every byte
         except ValueError as error:
             raise GpufleetError(str(error)) from error
     weights_folder = definition.storage.weights_folder(root)
@@ -255,7 +260,7 @@ def _gather(
 
 
 def _left_by(stage: str) -> dict[str, Any]:
-    """The outputs in this stage's folder, as an input in run.json."""
+    """The entry in run.json by which a later stage reads the outputs in this stage's folder."""
     return {"uri": None, "sha256": None, "files": [], "stage": stage}
 
 
@@ -271,7 +276,7 @@ def _one_job(definition: StackDefinition, files: JobFiles, shared: Shared) -> Pl
         bill, cheaper = bill_and_cheaper(definition, root, catalog, now=now, rules=rules)
     wrong, late = problems(definition, bill), list[str]()
     fallbacks = price_fallbacks(definition, bill, now)
-    if not continues:  # how much work a run that has begun still has is only known from the bucket
+    if not continues:  # if a run has begun, only its bucket shows how much work is left
         wrong += limits.deadline_problems(definition, bill, now)
         wrong += fallback_problems(definition, bill, fallbacks)
         late += limits.deadline_warnings(definition, bill, now)
@@ -355,7 +360,7 @@ def _plan(
 
 def input_entry(place: str, manifest: InputManifest | None) -> dict[str, Any]:
     """The entry of a dataset or of base weights in run.json. If its `uri` is None, the files are below inputs/<sha256>/
-    in the run's bucket. Its `files` are empty for an s3:// prefix, because a list in the prefix names them.
+    in the run's bucket. For an s3:// prefix, `files` is empty, because a list in the prefix names the files.
     """
     if manifest is None:
         return {"uri": place if place.startswith("s3://") else None, "sha256": None, "files": []}
@@ -363,7 +368,9 @@ def input_entry(place: str, manifest: InputManifest | None) -> dict[str, Any]:
 
 
 def _weights(folder: Path) -> WeightsManifest | None:
-    """The list of base weights in the folder; None if there is none. S3 checks uploads against the hashes in it."""
+    """The list of base weights in the folder; None if there is none. S3 compares uploads with the hashes in
+    this list.
+    """
     try:
         return read_weights(folder)
     except ValueError:

@@ -1,7 +1,7 @@
 """Reads the state of this stack, or of one component in it, after the last update, as the engine reports it.
 
-With a file backend, the engine rewrites the state while the program starts, so that a read may find a truncated file.
-The program then asks again; any other error is raised.
+If the state is a file, the engine rewrites it while the program starts, so that a read may find a truncated file. The
+program then reads again; any other error is raised.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Invoke = Callable[[str, dict[str, Any]], Mapping[str, Any]]
 
 def previous(stack: str, invoke: Invoke, *, pause: Callable[[float], None] = time.sleep) -> Previous:
     """Outputs of `stack`, the runs of its fleets, its objects and its region; empty before the first update. `invoke`
-    calls a function of the engine: the one by which a StackReference reads a stack, here for this very stack. No
-    resource is declared.
+    calls a function of the engine. This is the function by which a StackReference reads a stack; here it reads the
+    program's own stack, and no resource is declared.
     """
     outputs = _asked(invoke, "pulumi:pulumi:readStackOutputs", {"name": stack}, pause)
     there = _resources(stack, invoke, pause)
@@ -43,9 +43,9 @@ def previous_of_component(
     *,
     pause: Callable[[float], None] = time.sleep,
 ) -> Previous:
-    """Like `previous`, but for a component in a user's stack, whose own outputs give its state. `names`: the
-    component's name and those earlier names for which it has an alias; one of them matches. `definition`: the name in
-    the tags of its fleet and objects, which it ran last or runs now.
+    """Like `previous`, but for a component in a user's stack; its state is in the component's outputs. `names`: the
+    component's name, and the earlier names for which it has an alias; one of them is in the state. `definition`: the
+    name of the definition that it ran last or runs now, which is in the tags of its fleet and objects.
     """
     there = _resources(stack, invoke, pause)
     components = [
@@ -76,7 +76,7 @@ def _of_kind(there: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
 def _previous(outputs: Mapping[str, Any], there: Mapping[str, Any], region: str) -> Previous:
     return Previous(
         outputs=outputs,
-        # the tag of a stage is RUN/STAGE
+        # The tag of a stage's fleet has the form RUN/STAGE.
         fleets=frozenset(
             str((fleet.get("tags") or {}).get(RUN_TAG, "")).partition("/")[0] for fleet in _of_kind(there, FLEET)
         ),

@@ -1,5 +1,5 @@
-"""Makes the Pulumi project that declares runs, for a user or for a rehearsal: its Pulumi.yaml, and its program of two
-lines. The repository's own Pulumi.yaml does the same for `infra/`, and adds the questions of `pulumi new`.
+"""Makes the Pulumi project that declares runs, for a user or for a rehearsal: its Pulumi.yaml, and a program of two
+lines. The Pulumi.yaml of this repository does the same for `infra/`, and also has the questions that `pulumi new` asks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES = ("Pulumi.yaml", "Pulumi.yml", "Pulumi.json")  # files by which the engin
 
 
 def pulumi_yaml(name: str, options: Mapping[str, str], main: str = PROGRAM) -> str:
-    """The text of Pulumi.yaml. `options`: those of Pulumi's Python runtime, which say which Python to use."""
+    """The text of Pulumi.yaml. `options`: options of Pulumi's Python runtime, which decide which Python it uses."""
     python = "".join(f"\n    {line}" for line in yaml.safe_dump(dict(options), sort_keys=False).splitlines())
     return f"""\
 name: {name}
@@ -57,13 +57,14 @@ def files(folder: Path, name: str, options: Mapping[str, str]) -> dict[Path, str
 
 
 def name_for(folder: Path) -> str:
-    """The project's name: that of the folder, without characters that Pulumi refuses."""
+    """The project's name: the name of the folder, without characters that Pulumi does not accept."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.resolve().name).strip("-.")[:100] or "gpufleet"
 
 
 def python_of(folder: Path, repository: Path) -> dict[str, str]:
-    """The options for the Python that has gpufleet: uv or poetry, if its lock file is in `folder` or above it; else
-    this environment, if it is in the `repository`; else the `python3` on PATH.
+    """The options that make Pulumi use the Python that has gpufleet. This is uv or poetry if its lock file is in
+    `folder` or above it. Otherwise it is this environment if it is in the `repository`, and the `python3` on PATH if
+    not.
     """
     for place in (folder, *folder.parents):
         for tool in ("uv", "poetry"):

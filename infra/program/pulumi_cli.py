@@ -16,8 +16,8 @@ from typing import Any
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.program import approval
 
-END_S = 20.0  # within this time a rehearsal's engine finishes its current resource and ends its plugins
-_NO_STACK = "no stack named"  # part of the engine's error
+END_S = 20.0  # seconds within which the engine of a rehearsal finishes its current resource and ends its plugins
+_NO_STACK = "no stack named"  # a part of the engine's error message
 INSTALL = "https://www.pulumi.com/docs/install/"
 
 
@@ -32,7 +32,7 @@ class PulumiStack:
     say: Callable[[str], None] = print
 
     def select(self) -> None:
-        """Selects the stack; makes it if it does not exist."""
+        """Selects the stack. Makes the stack if it does not exist."""
         _require()
         self._call("stack", "select", "--create")
 
@@ -48,8 +48,8 @@ class PulumiStack:
         return dict(json.loads(done.stdout))
 
     def up(self, approved: str, config: Mapping[str, str] | None = None) -> None:
-        """Previews and makes everything, if the bill is still the approved one. `config`: settings to write into the
-        stack's configuration first.
+        """Previews and makes all resources, if the bill has not changed since it was approved. `config`: settings to
+        write into the stack's configuration first.
         """
         settings = (word for key, value in (config or {}).items() for word in ("--config", f"{key}={value}"))
         self._call("up", "--yes", *settings, environment={approval.VARIABLE: approved})
@@ -98,7 +98,9 @@ def streamed(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # a second Ctrl-C in a terminal makes the engine leave its plugins behind
+        # so that Ctrl-C in a terminal does not reach the engine, which would leave its plugins behind after a second
+        # one
+        start_new_session=True,
     )
     lines = []
     with process:
@@ -114,7 +116,9 @@ def streamed(
 
 
 def _end(process: subprocess.Popen[str], end_s: float | None) -> None:
-    """Ends the engine. At first asks it to end, because only the engine knows its plugins' process groups."""
+    """Ends the engine. It first asks the engine to end, because only the engine knows the process groups of its
+    plugins.
+    """
     process.send_signal(signal.SIGINT)
     try:
         process.communicate(timeout=end_s)

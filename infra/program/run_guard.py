@@ -1,12 +1,12 @@
-"""Decides by the run's id whether this update begins a run, continues it, or comes after its end. The module imports no
-pulumi and reads no clock.
+"""Decides, from the run's id, whether this update begins a run, continues it, or comes after its end. The module
+imports no pulumi and reads no clock.
 
 A fleet takes its settings only when it is created. So two kinds of change must not go unnoticed:
 
 - the definition file says something else under the same run id: this is an error, before the first resource;
 - job code or prices have changed since the run began: the run keeps what it began with, and a warning says so.
 
-A digest shows whether the file has changed. It depends on the version that computed it (DIGESTS).
+A digest shows whether the file has changed. The digest depends on the version that computed it (DIGESTS).
 
 The stack's output `run` is the record of the last successful `up`. A run is over, and its fleet is no longer declared,
 if `valid_until` has passed or the stack no longer has its fleet (the run ended it, somebody deleted it, or AWS expired
@@ -33,8 +33,8 @@ from gpufleet.job.text import stamp
 # use it.
 DIGESTS = ("", "0.1.0")
 
-# This time is added to the limit for the timer that a node sets at boot, when it does not know yet how much was spent
-# (job/node/allowance.py).
+# The timer that a node sets at boot is longer than the limit by this time, because the node does not know yet how much
+# was spent (job/node/allowance.py).
 TIMER_MARGIN = timedelta(minutes=2)
 
 
@@ -44,12 +44,14 @@ class RunRecord:
 
     id: str
     digest: str  # the digest over everything in the definition that a fleet takes only at creation
-    # sha256 of the prepared dataset, empty for an s3:// prefix; for a command, the hashes of its inputs in a row
+    # The sha256 of the prepared dataset; empty if it is an s3:// prefix. For a command, the hashes of all its inputs,
+    # one after the other.
     dataset: str
     code: str  # sha256 of the job archive, followed by that of a command's code
     weights: str  # sha256 of the list of base weights; empty if there are none, or for an s3:// prefix
-    began: str  # UTC, in the form of valid_until
-    valid_until: str  # UTC, whole seconds, Z: the provider compares the text, and another spelling means a new fleet
+    began: str  # in UTC, in the form of valid_until
+    # in UTC, with whole seconds and Z; the provider compares the text, so that another spelling would replace the fleet
+    valid_until: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,9 +59,10 @@ class Previous:
     """The state of the stack after its last update."""
 
     outputs: Mapping[str, Any]  # empty before the first update
-    fleets: frozenset[str] = frozenset()  # the runs that the fleets' tags name; an empty text for a fleet without a tag
+    # the ids of runs in the fleets' tags; an empty text for a fleet without such a tag
+    fleets: frozenset[str] = frozenset()
     fleet_ids: frozenset[str] = frozenset()
-    objects: frozenset[str] = frozenset()  # keys in the bucket, except those waiting to be deleted
+    objects: frozenset[str] = frozenset()  # keys of objects in the bucket, except those that are about to be deleted
     region: str = ""  # the region of its resources
     other: str = ""  # for a component: another component of the stack that ran this definition
 
@@ -69,10 +72,11 @@ class RunDecision:
     """What this update may do."""
 
     run: RunRecord
-    # every run id of this stack so far; their objects share the bucket, but expire separately
+    # Every run id of this stack so far. Their objects are in the same bucket, but expire separately.
     runs: tuple[str, ...]
-    continues: bool  # the same run as the last `up`: its template, job archive and run config stay as they are
-    over: bool  # declare no fleet
+    # whether this is the run of the last `up`; then its template, job archive and run config stay as they are
+    continues: bool
+    over: bool  # whether the run is over; then no fleet is declared
     warnings: tuple[str, ...] = ()
 
 
@@ -88,8 +92,8 @@ def judge(
     """Compares the definition with the stack. Raises DefinitionError:
 
     - if the stack has another file or region;
-    - if the run goes on, but with another digest, with fewer days of storage than its fleet may live, or in a stack
-      whose fleet belongs to another run;
+    - if the run continues, but its digest has changed, its storage is kept for fewer days than its fleet may exist, or
+      the stack's fleet belongs to another run;
     - if the run id is that of an earlier run, or of a run that an aborted `up` has begun or was about to replace;
     - if a new run's deadline has passed.
     """
@@ -144,7 +148,7 @@ def _continued(
     previous: Previous,
     now: datetime,
 ) -> RunDecision:
-    """The decision for a recorded run, which continues or is over. `asked`: the record that the file would make now
+    """The decision for a recorded run, which continues or is over. `asked`: the record that the file would have now
     under the same id.
     """
     run_id = recorded.id
@@ -156,7 +160,7 @@ def _continued(
             "An `up` was interrupted, or `refresh --run-program` wrote the record. Leave the stack as it is until "
             f"{others} is done, or give run.id a new value: the new run's fleet replaces this one.",
         )
-    # A missing folder of inputs does not show that the run is another one; a check of its own asks for the folder.
+    # If a folder of inputs is missing, this does not mean that the run has changed. Another check asks for the folder.
     other_inputs = (asked.dataset and asked.dataset != recorded.dataset) or (
         asked.weights and asked.weights != recorded.weights
     )
@@ -206,9 +210,9 @@ def _continued(
 
 
 def _stays(definition: StackDefinition, previous: Previous) -> None:
-    """Raises DefinitionError if a stack's file or region has changed. Names and places of all resources depend on them:
-    under another name a node would lose its bucket and role, and the provider moves nothing to another region
-    (pulumi-aws, pull request 5656: destroy, then up).
+    """Raises DefinitionError if a stack's file or region has changed. The names and regions of all resources depend on
+    them. Under another name a node would lose its bucket and role, and the provider does not move resources to another
+    region (pulumi-aws, pull request 5656: destroy, then up).
     """
     name, region = str(previous.outputs.get("definition") or ""), previous.region
     hint = (
@@ -222,7 +226,7 @@ def _stays(definition: StackDefinition, previous: Previous) -> None:
 
 
 def _replaced(objects: frozenset[str], recorded: RunRecord) -> bool:
-    """Whether another object has replaced one that the run's nodes read at every boot."""
+    """Whether one of the objects that the run's nodes read at every boot has been replaced."""
     inputs = [
         input_key(sha256) for named in (recorded.code, recorded.dataset, recorded.weights) for sha256 in named.split()
     ]
@@ -231,14 +235,15 @@ def _replaced(objects: frozenset[str], recorded: RunRecord) -> bool:
 
 def creation_digest(definition: StackDefinition, *, version: str = DIGESTS[0]) -> str:
     """sha256, as hexadecimal digits, of the parts of the definition that a fleet, its template and its run config use,
-    as `version` computed it: without keep and estimate, and without later keys that have their default.
+    as `version` computed it. `keep`, `estimate`, and keys that are newer than the version and have their default, are
+    not included.
     """
     kinds, zones = definition.fleet.instance_types, definition.fleet.zones
     job, fleet = _digested(definition.job, version), _digested(definition.fleet, version)
     taken = {
         "run": asdict(definition.run),
         "job": {key: value for key, value in job.items() if value is not None},
-        "fleet": {**fleet, "instance_types": sorted(kinds), "zones": sorted(zones)},  # sets
+        "fleet": {**fleet, "instance_types": sorted(kinds), "zones": sorted(zones)},  # in any order
         "disks": [_digested(definition.storage.root, version), _digested(definition.storage.data, version)],
         "dataset": definition.storage.dataset,
         "base_weights": definition.storage.base_weights,
@@ -259,7 +264,7 @@ def creation_digest(definition: StackDefinition, *, version: str = DIGESTS[0]) -
 
 
 def _digested(value: Any, version: str) -> Any:
-    """The value as by asdict, without fields that are newer than `version` and have their default."""
+    """The value as a tree, as asdict makes it, without fields that are newer than `version` and have their default."""
     if is_dataclass(value):
         counted = {}
         for key in fields(value):
@@ -267,7 +272,7 @@ def _digested(value: Any, version: str) -> Any:
             if own == key.default:
                 if key.metadata.get("added", "") > version:
                     continue
-                own = key.default  # so that 6.0 counts as 6
+                own = key.default  # so that 6.0 is equal to 6
             counted[key.name] = _digested(own, version)
         return counted
     if isinstance(value, dict):
@@ -276,7 +281,7 @@ def _digested(value: Any, version: str) -> Any:
 
 
 def timer_seconds(definition: StackDefinition) -> int:
-    """So many seconds after its boot a node ends itself, even if the job hangs."""
+    """Seconds after its boot at which a node ends itself, even if the job hangs."""
     hours = definition.fleet.market.timer_hours(definition.limits.max_hours)
     return int(hours * 3600) + int(TIMER_MARGIN.total_seconds())
 

@@ -8,14 +8,15 @@ from gpufleet.infra.bill.answer import amount_within, figures_within
 from gpufleet.infra.bill.side import Quantiles
 from gpufleet.job.contract.receipt import Receipt
 
-WIDTH, HEIGHT, LEFT, RIGHT = 374, 60, 48, 326  # as wide as the charts; the scale runs from LEFT to RIGHT
+WIDTH, HEIGHT, LEFT, RIGHT = 374, 60, 48, 326  # the drawing is as wide as the charts; its scale goes from LEFT to RIGHT
 CHARACTERS = 21
 SCALE = f"0 to 2x the bill{' ' * (CHARACTERS - 16)}"  # the heading of `characters`
 
 
 def svg(usd: Quantiles, actual: Decimal | None = None) -> str:
-    """The band on a scale from 0 USD, with a dot at `actual`, the receipt's amount. It needs no matplotlib. It has the
-    colours of infra.report.page; on other pages it has the light colours.
+    """The band on a scale from 0 USD, with a dot at `actual`, the receipt's amount. The drawing needs no matplotlib.
+    The drawing has the colours of infra.report.page; on other pages, which do not define these, the drawing has the
+    light colours.
     """
     cost = usd.p50 if actual is None else actual
     most = max(usd.p90, cost, Decimal("0.0001"))
@@ -43,7 +44,7 @@ def svg(usd: Quantiles, actual: Decimal | None = None) -> str:
 
 
 def of_receipt(receipt: Receipt) -> Quantiles:
-    """The range of the bill in a receipt."""
+    """The range of the bill that a receipt contains."""
     return Quantiles(p10=receipt.p10, p50=receipt.estimate, p90=receipt.p90, mean=receipt.estimate)
 
 

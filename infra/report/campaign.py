@@ -1,5 +1,5 @@
 """Writes the ended runs of a campaign as one page: the best run, the varied values, dollars against the metric, and the
-sum of all receipts. It reads the documents that `gpufleet campaign` keeps of each run.
+sum of all receipts. The page is made from the documents that `gpufleet campaign` keeps for each run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ReportedTrial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CampaignResults:
-    """The ended runs of a campaign, the best first; stopped runs come after the others."""
+    """The ended runs of a campaign, the best one first. Stopped runs come last."""
 
     described: CampaignFile
     trials: tuple[ReportedTrial, ...]
@@ -84,7 +84,9 @@ class CampaignResults:
         return sum((getattr(receipt, name) for receipt in self.receipts), Decimal(0))
 
     def to_json(self) -> dict[str, Any]:
-        """The figures, and the sum of all receipts, for programs. docs/report.md has the keys."""
+        """The dollars and metric values of the runs, and the sum of all receipts, for programs. docs/report.md has the
+        keys.
+        """
         return {
             "schema": 1,
             "campaign": self.described.name,

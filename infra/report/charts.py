@@ -17,10 +17,10 @@ from typing import Any
 from gpufleet.infra.report.page import COLOURS
 
 LACKING = "Its charts need matplotlib: pip install 'gpufleet[report]'"
-SIZE = (5.2, 2.9)  # inches at 72 points, which is as wide as a phone
-POINTS = 400  # most points per line; more could not be distinguished
+SIZE = (5.2, 2.9)  # width and height in inches of 72 points; a phone is as wide
+POINTS = 400  # the most points of a line, because more could not be distinguished
 COLOUR_CYCLE = ("blue", "orange", "green", "purple")
-# The colours with which matplotlib draws, and which are then replaced in its output.
+# The colours with which matplotlib draws. They are replaced in its output.
 SENTINELS = {name: f"#0102{number:02x}" for number, name in enumerate(COLOURS)}
 
 Point = tuple[float, float]
@@ -28,7 +28,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """A line of a chart, or only points if `dots`. The caller leaves out points without a figure. The name may be
+    """A line of a chart; if `dots`, only points. The caller leaves out points without a value. The name may be
     empty.
     """
 
@@ -49,7 +49,7 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """A stretch of a lane."""
+    """A part of a lane, from one time to another."""
 
     lane: int
     begin: float
@@ -106,7 +106,9 @@ def _name_ends(axes: Any, ends: Iterable[tuple[float, str, str]]) -> None:
 
 
 def steady(series: Iterable[Series]) -> float | None:
-    """The figure that all points share, within a hundredth; None if they differ, or if there are no points."""
+    """The value of all points, if they are equal to within a hundredth; None if they differ, or if there are no
+    points.
+    """
     heights = [height for line in series for _, height in line.points]
     if not heights or max(heights) - min(heights) > 0.01 * max(map(abs, heights)):
         return None
@@ -115,9 +117,9 @@ def steady(series: Iterable[Series]) -> float | None:
 
 def parallel(axes: Mapping[str, Sequence[str | None]], colours: Sequence[str]) -> str:
     """A line for each run across upright axes. `axes`: for each axis, the runs' values; `colours`: the runs' colours.
-    An axis of numbers goes from the lowest to the highest, on a logarithmic scale if that is a hundredfold; on an axis
-    of texts, these stand one above the other. If a run has no value, its line has a gap. Returns '' if there are fewer
-    than two axes, or matplotlib is not installed.
+    An axis of numbers goes from the lowest to the highest, on a logarithmic scale if the highest number is at least a
+    hundred times the lowest. On an axis of texts, the texts are one above the other. If a run has no value, its line
+    has a gap. Returns '' if there are fewer than two axes, or matplotlib is not installed.
     """
     if len(axes) < 2 or not colours or not drawable():
         return ""
@@ -145,7 +147,7 @@ def parallel(axes: Mapping[str, Sequence[str | None]], colours: Sequence[str]) -
 
 
 def _axis(values: Sequence[str | None]) -> tuple[list[float], dict[float, str]]:
-    """The height of each value from 0 to 1 (NaN if there is no value), and the texts to write at heights."""
+    """The height of each value from 0 to 1 (NaN if there is no value), and the texts at the axis with their heights."""
     known = [text for text in values if text is not None]
     try:
         numbers = {text: float(text) for text in known}
@@ -172,7 +174,9 @@ def unit_of(seconds: float) -> tuple[str, float]:
 def steps_to(
     start: tuple[str, float], changes: Mapping[str, float], end: tuple[str, float], *, unit: str, digits: int
 ) -> str:
-    """A waterfall chart from one sum to another, with the changes that are large enough to be seen; or empty."""
+    """A waterfall chart from one sum to another, with the changes that are large enough to be seen; empty if there are
+    none.
+    """
     changes = {name: change for name, change in changes.items() if abs(change) >= 0.005 * max(start[1], end[1])}
     if not changes or not drawable():
         return ""
@@ -200,7 +204,7 @@ def steps_to(
 
 
 def lanes(names: Sequence[str], bars: Sequence[Bar], marks: Sequence[tuple[int, float, str]], *, x: str) -> str:
-    """A lane for each name, with stretches of the kinds in KINDS. `marks`: moments, each as (lane, time, kind)."""
+    """A lane for each name, with periods of the kinds in KINDS. `marks`: moments, each as (lane, time, kind)."""
     if not drawable():
         return ""
     with style():
@@ -225,8 +229,8 @@ KINDS = {
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """About POINTS of the points, including the first and the last. Of each stretch, the point with the median height
-    is kept.
+    """About POINTS of the points, including the first and the last. The points are split into groups, and the point
+    with the median height of each group is kept.
     """
     if len(points) <= POINTS:
         return list(points)
@@ -240,7 +244,7 @@ def _kind(kind: str) -> str:
 
 
 def drawable() -> bool:
-    """Whether matplotlib is installed. If not, a page shows LACKING in place of charts."""
+    """Whether matplotlib is installed. If not, a page shows the text LACKING instead of charts."""
     return find_spec("matplotlib") is not None
 
 

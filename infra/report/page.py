@@ -1,4 +1,4 @@
-"""HTML: a page of sections with tables and charts. Every text is escaped; a page loads nothing from elsewhere."""
+"""HTML: a page of sections with tables and charts. Every text is escaped; a page loads no other files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 from gpufleet.infra.show import html
 from gpufleet.infra.show.sheet import Sheet
 
-# Names of colours with which charts draw. The page defines each for light and dark displays.
+# Names of the colours of charts. The page defines each for light and dark displays.
 COLOURS = {
     "ink": ("#1f2328", "#e6edf3"),
     "faint": ("#59636e", "#9198a1"),
@@ -70,7 +70,7 @@ def section(title: str, *parts: str) -> str:
 
 
 def figures(rows: Sequence[tuple[str, str, str]]) -> str:
-    """The most important figures: (name, figure, comparison)."""
+    """The most important numbers: (name, number, comparison)."""
     cells = (
         f'<div><span class="faint">{escape(name)}</span><b>{escape(figure)}</b><small>{escape(beside)}</small></div>'
         for name, figure, beside in rows
@@ -79,7 +79,7 @@ def figures(rows: Sequence[tuple[str, str, str]]) -> str:
 
 
 def charts(drawn: Iterable[tuple[str, str]]) -> str:
-    """Pairs (caption, SVG), side by side if the window is wide."""
+    """The charts, given as pairs (caption, SVG), side by side if the window is wide."""
     cells = [f"<figure><figcaption>{escape(caption)}</figcaption>{svg}</figure>" for caption, svg in drawn if svg]
     return f'<div class="charts">{"".join(cells)}</div>' if cells else ""
 

@@ -1,6 +1,6 @@
-"""Writes a finished run as a page: its bill, its cost and its events. It reads the files that `gpufleet results`
-downloads or that a rehearsal leaves. Only the receipt is required: the page leaves out everything else that is missing
-or damaged.
+"""Writes a finished run as a page: its bill, its cost and its events. This module reads the files that `gpufleet
+results` downloads or that a rehearsal leaves. Only the receipt is required: the page leaves out everything else that is
+missing or damaged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpufleet.job.contract.workdir import METRICS, RECEIPT, RUN
 from gpufleet.job.text import counted
 
 NAME = "report.html"
-SHORT_S = 0.1  # if saves delay training by less, there is no chart of saves
+SHORT_S = 0.1  # seconds; if saves delay training by less, there is no chart of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +38,8 @@ class RunResults:
     receipt: Receipt
     bill: Mapping[str, Any]  # the estimate in run.json (docs/bill.md has its keys); empty if there is none
     records: Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
-    attempts: Mapping[str, AttemptRecord]  # by instance
-    beats: Mapping[str, Sequence[tuple[float, Beat]]]  # heartbeats of each instance
+    attempts: Mapping[str, AttemptRecord]  # records of attempts, by instance
+    beats: Mapping[str, Sequence[tuple[float, Beat]]]  # the heartbeats of each instance, with their times
 
     @property
     def launched(self) -> Mapping[str, float]:
@@ -107,7 +107,8 @@ def html(run: RunResults) -> str:
 def _figures(run: RunResults) -> Iterator[tuple[str, str, str]]:
     receipt, steps = run.receipt, max((attempt.last_step for attempt in run.receipt.attempts), default=0)
     notices, losses, rehearsed = receipt.with_notice, receipt.without_notice, receipt.rehearsal
-    usual = (run.bill.get("interruptions") or {}).get("p50")  # the mean of an older bill depends on a few runs
+    # p50 and not the mean, because the mean in an older bill depends on a few simulated runs
+    usual = (run.bill.get("interruptions") or {}).get("p50")
     beside = "" if rehearsed or usual is None else f"bill {float(usual):.0f}; "
     interruptions = str(notices + losses), f"{beside}{notices} with a notice, {losses} without"
     if rehearsed:  # a rehearsal's time depends on this machine, so no bill predicts it
@@ -129,7 +130,9 @@ def _usd(receipt: Receipt) -> str:
 
 
 def _money(run: RunResults) -> str:
-    """The charts about dollars: the receipt in the bill's range, the difference by its causes, dollars over hours."""
+    """The charts about dollars: the actual cost in the bill's range, the difference by its causes, and dollars over
+    hours.
+    """
     receipt = run.receipt
     by_cause = {name: float(usd) for name, usd in receipt.causes.items()}
     ends = ("bill", float(receipt.estimate)), ("receipt", float(receipt.actual))
@@ -152,7 +155,7 @@ def _rehearsed_money(run: RunResults) -> str:
 
 
 def _spent(run: RunResults) -> str:
-    """A chart of the meter's dollars over the run, with the cap if they come near it."""
+    """A chart of the meter's dollars over the run, with the cap if the dollars come near it."""
     begin, (unit, size) = run.began, charts.unit_of(run.lasted_s)
     counted_usd = sorted(
         ((at - begin) / size, float(beat.spent_usd))
@@ -160,7 +163,7 @@ def _spent(run: RunResults) -> str:
         for at, beat in beats
         if beat.spent_usd is not None
     )
-    # a node may know of less spending than another node has already reported
+    # A node may know only a part of the spending that another node has already reported.
     most = itertools.accumulate((usd for _, usd in counted_usd), max)
     points = [(at, usd) for (at, _), usd in zip(counted_usd, most, strict=True)]
     cap = (run.bill.get("cap") or {}).get("max_usd")
@@ -187,7 +190,7 @@ def _training(run: RunResults) -> Iterator[str]:
         for node in run.receipt.attempts
         if node.interrupted
         for name, colour in [
-            ("node taken with a notice", "orange") if _noticed(node) else ("node gone without one", "red")
+            ("node taken with a notice", "orange") if _noticed(node) else ("node gone without a notice", "red")
         ]
     ] + [
         Mark(at=float(record["step"]), name=f"Xid {record['gpu_xid']}, an error of the GPU driver", colour="purple")

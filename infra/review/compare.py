@@ -1,10 +1,9 @@
-"""Computes the changes between two commits, in dollars and by setting, also as an object for programs.
-
-The running code prices both sides, each with the prices and measurements of its commit. The difference of a stack is
-split into steps from BASE to HEAD: first the prices, then the measurements, then each changed key in the file's order,
-applied on top of those before. A key that cannot be applied alone is applied together with the next ones; keys that can
-never be applied separately form one step. So the steps of a stack sum exactly to its difference, and the dollars of a
-key depend on the keys above it.
+"""Computes the changes between two commits, in dollars and by setting, also as an object for programs. The installed
+version of gpufleet prices both commits, each with the prices and measurements of that commit. The difference of a stack
+is split into steps from BASE to HEAD: first the prices, then the measurements, then each changed key in the file's
+order, applied on top of those before. A key that cannot be applied alone is applied together with the next keys; keys
+that can never be applied separately are one step. So the sum of a stack's steps is exactly its difference, and the
+dollars of a key depend on the keys above it in the file.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class Known:
 
     catalog: Catalog
     measured: str  # a hash of calibrations/, receipts/ and traces/
-    folder: Path = field(compare=False)  # the folder that contains them
-    hazards: Hazards = field(compare=False)  # learned from receipts and traces
+    folder: Path = field(compare=False)  # the folder that contains prices and measurements
+    hazards: Hazards = field(compare=False)  # hazards that are learned from receipts and traces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +61,9 @@ class StackAtCommit:
 
     @property
     def usd(self) -> Quantiles | None:
-        """The bill's USD to finish, since a run that a limit stops is cheap but not done."""
+        """The bill's USD to finish the work. The USD within the limits are not used, because a run that a limit stops
+        is cheap but not done.
+        """
         if self.staged:
             return self.staged.usd
         return self.bill.chosen.needed_usd if self.bill else None
@@ -101,8 +102,8 @@ class StackReview:
     head: StackAtCommit | None
     steps: tuple[CostStep, ...] = ()
     aside: tuple[str, ...] = ()  # changed sections that no bill uses
-    over_cap: str = ""  # a sentence if p90 exceeds limits.max_usd
-    refused: tuple[str, ...] = ()  # why `up` would refuse it
+    over_cap: str = ""  # a sentence if p90 exceeds limits.max_usd; otherwise empty
+    refused: tuple[str, ...] = ()  # reasons why `up` would refuse the stack
     policy: tuple[Broken, ...] = ()
     age: str = ""
 
@@ -119,7 +120,7 @@ class StackReview:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Review:
-    """The content of a review. It does not depend on the clock."""
+    """The content of a review. A review does not depend on the clock."""
 
     base: str  # the commits' hashes
     head: str
@@ -133,7 +134,7 @@ class Review:
 
     @property
     def exit_code(self) -> int:
-        """2 if HEAD has a stack without a bill, else 1 if a cap or a rule is broken, else 0."""
+        """2 if HEAD has a stack without a bill; otherwise 1 if a cap or a rule is broken, and 0 if not."""
         if any(stack.head and stack.head.errors for stack in self.stacks):
             return 2
         return 1 if any(stack.fails for stack in self.stacks) else 0
@@ -141,8 +142,8 @@ class Review:
 
 @dataclass(slots=True)
 class Pricer:
-    """Prices the texts of definitions, which it writes as files into a folder of its own. They are loaded as of HEAD's
-    time.
+    """Prices definitions that are given as text. This function writes the definitions as files into a folder of its
+    own, and loads them with the time of HEAD as the current time.
     """
 
     now: datetime
@@ -150,7 +151,7 @@ class Pricer:
     rules: Policy
 
     def side(self, name: str, text: bytes, known: Known) -> StackAtCommit:
-        """The stack `name` with `text` as its file."""
+        """The stack `name`, whose file contains `text`."""
         try:
             tree = read(decode(text))
         except UnreadableError as error:
@@ -190,7 +191,7 @@ class Pricer:
 def compare(
     base: dict[str, bytes], head: dict[str, bytes], known: tuple[Known, Known], policy: Policy, now: datetime
 ) -> tuple[StackReview, ...]:
-    """Every stack of either side, by name. `now`: the time of HEAD."""
+    """Every stack of the two commits, by name. `now`: the time of HEAD."""
     with tempfile.TemporaryDirectory(prefix="gpufleet-diff-") as folder:
         pricer = Pricer(now, Path(folder), policy)
         return tuple(
@@ -245,7 +246,8 @@ def _attribute(
             waits.append(key)
             continue
         cost_step = _step((key,), before, after, usd, moved)
-        if key == "prices" or cost_step.p50 or cost_step.p90:  # most measurements belong to other stacks
+        # left out without an effect, because most measurements belong to other stacks
+        if key == "prices" or cost_step.p50 or cost_step.p90:
             yield cost_step
         now, usd = step, moved
     pending = _changes(base.tree, head.tree)
@@ -271,7 +273,8 @@ def _step(keys: tuple[str, ...], before: str, after: str, was: Quantiles, now: Q
 
 def _changes(base: Mapping, head: Mapping) -> list[tuple[Path_, Node | None, Node | None]]:
     """(path, before, after) of every value that differs: in HEAD's order, then values that HEAD lacks. An empty section
-    (`estimate:`) does not count if the other side has keys in it, because these keys are then what differs.
+    (`estimate:`) is not a difference if the other commit has keys in this section, because then these keys are the
+    difference.
     """
     old, new = dict(_leaves(base)), dict(_leaves(head))
     changes = [
@@ -300,7 +303,7 @@ def _leaves(tree: Mapping, above: Path_ = ()) -> Iterator[tuple[Path_, Node]]:
 
 
 def _with_value(tree: Mapping, path: Path_, node: Node | None) -> Mapping:
-    """The tree with one value set; if `node` is None, without the key, and without sections that become empty."""
+    """The tree with one changed value. If `node` is None, the key is removed, with sections that become empty by it."""
     entries, key = dict(tree.entries), path[0]
     if len(path) == 1:
         if node is None:

@@ -14,10 +14,11 @@ from gpufleet.infra.bill.limits import AS_COUNTED
 from gpufleet.infra.review.compare import Review, StackAtCommit, StackReview
 from gpufleet.infra.show.sheet import Column, Sheet
 
-MARKER = "<!-- gpufleet-cost-review{} -->"  # by this line, with the project's folder, a workflow finds its own comment
-_LONGEST = 80  # most characters of a value that are shown
-LIMIT = 65_536  # most characters of a comment (GitHub's REST API, 2026-11)
-_KEPT = 512  # the part of them that is reserved for the sentence about the cut
+# a workflow finds its own comment by this line, which contains the project's folder
+MARKER = "<!-- gpufleet-cost-review{} -->"
+_LONGEST = 80  # at most this many characters of a value are shown
+LIMIT = 65_536  # a comment has at most this many characters (GitHub's REST API, 2026-11)
+_KEPT = 512  # of these characters, the number that is reserved for the sentence about the cut
 
 
 def render(review: Review) -> str:
@@ -78,8 +79,8 @@ def _lines(review: Review) -> Iterator[str]:
 
 
 def _totals(stacks: Sequence[StackReview]) -> tuple[Decimal, Decimal, list[str]]:
-    """The sums of p50 at BASE and at HEAD, and the stacks that the sums leave out because a commit has no bill for
-    them: if one sum included them, a broken stack would look like saved money.
+    """The sums of p50 at BASE and at HEAD, and the stacks that both sums leave out because one commit has no bill for
+    them. If only one sum included such a stack, a broken stack would look like saved money.
     """
     unknown = [stack.name for stack in stacks if any(side and not side.usd for side in (stack.base, stack.head))]
     known = [stack for stack in stacks if stack.name not in unknown]
@@ -216,7 +217,9 @@ def _signed(amount: Decimal, digits: int = 2) -> str:
 
 
 def _code(text: str, *, whole: bool = False) -> str:
-    """The text as Markdown code on one line, shortened unless `whole`. It can end neither the code nor the cell."""
+    """The text as Markdown code on one line, shortened unless `whole`. No character in the text can end the code or the
+    table's cell.
+    """
     if not text:
         return ""
     flat = " ".join(text.replace("`", "'").split())

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from gpufleet.infra.definition.model import StackDefinition
 
 OBJECT = "aws:s3/bucketObjectv2:BucketObjectv2"
-RUN_CONFIG = "run-config"  # the name of run.json's resource, or the end of this name if a program declares several runs
+# the name of run.json's resource; if a program declares several runs, such a name ends with this
+RUN_CONFIG = "run-config"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,10 +40,10 @@ class Policy:
 
     max_usd_per_run: Decimal | None = field(default=None, metadata={"minimum": 0.01, "maximum": 1_000_000})
     max_usd_per_hour: Decimal | None = field(default=None, metadata={"minimum": 0.001, "maximum": 10_000})
-    allowed_types: tuple[str, ...] | None = None  # patterns, such as g5.*
+    allowed_types: tuple[str, ...] | None = None  # patterns of allowed types, such as g5.*
     allowed_regions: tuple[str, ...] | None = None
     spot_only: bool = False
-    required_owner: tuple[str, ...] | None = None  # patterns, such as *@example.org, one of which the owner must match
+    required_owner: tuple[str, ...] | None = None  # patterns such as *@example.org; the owner must match one of them
     max_usd_per_month: Decimal | None = field(default=None, metadata={"minimum": 0.01, "maximum": 10_000_000})
 
 
@@ -66,7 +67,7 @@ class Broken:
     message: str
 
 
-RULES = {  # what each rule demands, in words that the policy pack shows
+RULES = {  # the demand of each rule, in the words that the policy pack shows
     "max_usd_per_run": "The 90th percentile of a run's bill is at most this many dollars.",
     "max_usd_per_hour": "A node costs at most this many dollars an hour: zones and types above it are left out.",
     "allowed_types": "Every instance type that the fleet may pick is on the list.",
@@ -92,8 +93,8 @@ def facts(definition: StackDefinition, bill: Bill | None, fallbacks: Iterable[Fa
 
 
 def held_to(definition: StackDefinition, rules: Policy | None) -> StackDefinition:
-    """The definition with the lower limit per hour, its own or that of the rules. A definition that can only be priced
-    gets none of the two.
+    """The definition, in which limits.usd_per_hour is lowered to that of the rules. A definition that can only be
+    priced has no limit per hour.
     """
     own, theirs = definition.limits.usd_per_hour, None if rules is None else rules.max_usd_per_hour
     if theirs is None or definition.variant.only_priced:
@@ -103,7 +104,8 @@ def held_to(definition: StackDefinition, rules: Policy | None) -> StackDefinitio
 
 
 def declared(type_: str, name: str, properties: Properties[str, Any]) -> Facts | None:
-    """The facts in run.json, if the resource is run.json (in the engine's spelling); None for any other resource.
+    """The facts in run.json, if the resource, whose keys are spelled as in the engine, is run.json; None for any other
+    resource.
 
     The program declares the object run.json before the fleet, which depends on it. So a rule that refuses it prevents
     the fleet, even if nobody looked at a preview. No other property is read: in a first preview the bucket's name is
@@ -165,7 +167,7 @@ def broken_by_any(
     priced: Iterable[tuple[StackDefinition, Bill, Iterable[Fallback]]],
     usd_p90: Decimal | None = None,
 ) -> tuple[Broken, ...]:
-    """Every rule that the parts of a run break, each rule once: a stage has hardware of its own, and all stages have
+    """Every rule that the parts of a run break, each rule only once. A stage is checked with its own hardware, but with
     the dollars of the whole run, `usd_p90`; None for a run without stages.
     """
     breaches: dict[str, Broken] = {}
@@ -177,7 +179,7 @@ def broken_by_any(
 
 
 def find_policy(folder: Path) -> Policy | None:
-    """The rules of the policy.yaml in `folder`; None if there is none. Raises like load()."""
+    """The rules of the policy.yaml in `folder`; None if there is none. Raises the errors of load()."""
     return load(folder / "policy.yaml") if (folder / "policy.yaml").is_file() else None
 
 
@@ -203,7 +205,7 @@ def parse(raw: bytes, source: str) -> Policy:
     for key, node in tree.entries.items():
         if key not in names:
             findings.add(key, ", ".join(names), nearest(key, names), value=key or "''", node=node, unknown_key=True)
-        # a rule with a deleted value must not count as no rule
+        # A key without a value is an error, because a rule whose value was deleted by mistake must not be ignored.
         elif isinstance(node, Scalar) and node.is_null:
             findings.add(key, "a value", "Omit the key if there should be no such rule.", node=node)
     owner = tree.entries.get("required_owner")

@@ -1,7 +1,7 @@
 """Reviews two commits of a project: the data and stacks of each, and the changes between them.
 
-It reads only what a bill uses: stacks, policy, prices and measurements (calibrations, receipts, traces). It reads them
-from git's object store, and touches no checkout.
+A review reads only what a bill uses: stacks, policy, prices and measurements (calibrations, receipts, traces). A review
+reads these files from git's object store, and touches no checkout.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ from gpufleet.infra.risk.hazard import Hazards, learn
 
 
 def review_commits(project: Path, base: str, head: str, rules: Path | None = None) -> Review:
-    """The review of two commits of a project. Raises GpufleetError if a commit is unknown, or policy or prices bad."""
+    """The review of two commits of a project. Raises GpufleetError if a commit is unknown, or if its policy or its
+    prices are invalid.
+    """
     hashes = [_commit_hash(project, name) for name in (base, head)]
     now = _made_at(project, hashes[1])
     with tempfile.TemporaryDirectory(prefix="gpufleet-diff-") as scratch:
         folders = [Path(scratch) / side for side in ("BASE", "HEAD")]
         links = [_extract(project, commit, folder) for commit, folder in zip(hashes, folders, strict=True)]
-        if links[1]:  # git would follow the link and run its target, which the review does not show
+        if links[1]:  # links are refused, because a bill would follow the link to a file that the review does not show
             raise GpufleetError(
                 f"{links[1][0]} of HEAD is a link, which a review does not follow: commit the file itself"
             )
-        if not any(map(_texts, folders)):  # otherwise a check in the wrong folder would always pass
+        # an error, because otherwise a check in the wrong folder would always succeed
+        if not any(map(_texts, folders)):
             raise GpufleetError(
                 f"neither commit has a definition file in stacks/ of {project}: run this inside the project"
             )
@@ -106,7 +109,8 @@ _REGULAR = ("100644", "100755")  # modes of files that are neither links nor sub
 
 def _commit_hash(project: Path, name: str) -> str:
     """The full hash of a commit. Raises GpufleetError if this clone lacks the commit, or if git cannot answer."""
-    git.answer(project, "rev-parse", "--git-dir")  # reports a missing git, or repository
+    # called first, because it reports a missing git or a missing repository
+    git.answer(project, "rev-parse", "--git-dir")
     words = ("--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
     try:
         return git.answer(project, "rev-parse", *words).decode().strip()
@@ -123,7 +127,7 @@ def _made_at(project: Path, commit: str) -> datetime:
 
 
 def _uncommitted(project: Path, head: str) -> list[str]:
-    """Files behind a bill that differ in the working folder; empty if another commit is checked out."""
+    """Files that affect a bill and differ in the working folder; empty if another commit is checked out."""
     if head != _commit_hash(project, "HEAD"):
         return []
     top, prefix = _place(project)
@@ -168,7 +172,8 @@ def _extract(project: Path, commit: str, folder: Path) -> list[str]:
 
 def _catalog_of(folder: Path, day: date) -> tuple[Catalog, str]:
     """The prices of an extracted commit that apply on that day, and a sentence if other prices had to be used. If this
-    version cannot read the commit's shipped catalog, its own is used. Raises GpufleetError if prices/ is broken.
+    version of gpufleet cannot read the catalog that the commit shipped, it uses its own. Raises GpufleetError if
+    prices/ is broken.
     """
     own = folder / "infra" / "catalog"
     if not own.is_dir():

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 TEMPLATE = Path(__file__).with_name("gpufleet-review.yml")
-# Files that a review uses; in gpufleet's own repository also its code, which prices both sides.
+# Files that a review uses. In gpufleet's own repository, they include its code, which prices both commits.
 READ = ("stacks/**", "prices/**", "calibrations/**", "receipts/**", "traces/**", "policy.yaml")
 CODE = ("infra/**", "job/**")
 CHECK = "  # CHECK: gpufleet came from a file here; name where CI can get it"
@@ -24,12 +24,12 @@ def workflow(folder: str, install: str) -> str:
 
 
 def installation(project: Path) -> str:
-    """pip's argument to install this gpufleet elsewhere, from pip's record of its source (PEP 610). It ends with CHECK
-    if the source is on this machine.
+    """pip's argument to install this gpufleet elsewhere, from pip's record of its source (PEP 610). The argument ends
+    with CHECK if the source is on this machine.
     """
     try:
         installed = distribution("gpufleet")
-    except PackageNotFoundError:  # this runs from a checkout that is not installed
+    except PackageNotFoundError:  # gpufleet runs from a checkout that is not installed
         return f"gpufleet{CHECK}"
     origin = json.loads(installed.read_text("direct_url.json") or "{}")
     url = str(origin.get("url", ""))

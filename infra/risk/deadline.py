@@ -1,10 +1,11 @@
 """Computes the policy 'spot until slack runs out, then on-demand': the hour of the switch, and the cost.
 
-Slack is the time until the deadline minus the time that the rest of the work takes on demand, with a restart. It
-shrinks while the run waits for capacity, starts up, or repeats lost work. Once the slack is down to a margin, the run
-is ended with a checkpoint and goes on on demand; the model assumes that AWS has such a node at once. The margin is the
-least with which enough runs are on time: done before the job, which also knows the deadline, begins to stop. With
-`fleet.fallback: on-demand` a second fleet takes over, at another margin (infra/bill/fallback.py).
+Slack is the time until the deadline minus the time that the rest of the work takes on demand, with a restart. The slack
+shrinks while the run waits for capacity, starts up, or repeats lost work. When the slack has shrunk to a margin, the
+run is ended with a checkpoint, and continues on demand. The model assumes that AWS has an on-demand node at once. The
+margin is the smallest one with which enough runs are on time. A run is on time if it is done before the job begins to
+stop for the deadline. With `fleet.fallback: on-demand` a second fleet takes over, at another margin
+(infra/bill/fallback.py).
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ _MARGINS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeadlinePlan:
-    """When to switch to on demand, and the outcome. Hours are wall-clock hours from the run's start."""
+    """The time of the switch to on demand, and the outcome. Hours are wall-clock hours from the run's start."""
 
     hours_left: float  # hours to the deadline
     stop_h: float  # hours before the deadline at which the job begins to stop
-    # hours after which a run that has done no work switches; None if spot alone is on time, 0 for at once
+    # Hours after which a run that has done no work switches; None if spot alone is on time, 0 if the run switches at
+    # once.
     switch_h: float | None
     typical_switch_h: float | None  # the median over the runs that switch; None if no run does
-    margin_h: float  # the slack at which to switch
+    margin_h: float  # the slack in hours at which the run switches
     on_time: float  # probability of being on time with the switch
     on_time_spot: float  # probability that spot alone is on time
     switched: float  # probability of a switch
@@ -61,8 +63,8 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
     """The policy for a run that begins now and has `hours_left` wall-clock hours.
 
     The exposures are the same job on spot and on demand, each on the type that it would use. Limits are not applied.
-    Progress is the share of the hours of work that is done. Raises ValueError if the share is outside 0 to 1, the hours
-    are not a number, or the run has no work.
+    Progress is the share of the hours of work that is already done. Raises ValueError if this share is not between 0
+    and 1, if the hours are not a number, or if the run has no work.
     """
     if not (0 < on_time <= 1) or not math.isfinite(hours_left):
         raise ValueError(f"on_time is {on_time}, hours_left {hours_left}; allowed: above 0 to 1, and hours")
@@ -85,13 +87,14 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
 
         sure = leaving(0.0)
         most = min(on_time, float((sure[2] <= by_h + 1e-6).mean()))  # a slow job may miss the deadline even on demand
-        # small margins have finer steps, because a margin usually has to cover one lost checkpoint interval
+        # Small margins are tried in finer steps, because a margin usually has to cover only one lost checkpoint
+        # interval.
         for margin_h in max(slack_h, 0.0) * np.linspace(0, 1, _MARGINS) ** 2:
             switch_h = max(0.0, slack_h - margin_h)
             begun, usd, wall = leaving(switch_h)
             if (wall <= by_h + 1e-6).mean() >= most:
                 break
-        # with too little slack, a spot node gets nothing done, and its price is wasted
+        # If there is too little slack, a spot node completes no work before the switch, and its price is wasted.
         if sure[1].mean() < usd.mean() - 1e-9:
             margin_h, switch_h, (begun, usd, wall) = max(slack_h, 0.0), 0.0, sure
         met = float((wall <= by_h + 1e-6).mean())
@@ -112,7 +115,7 @@ def switch(spot: Exposure, on_demand: Exposure, hours_left: float, *, on_time: f
 
 def finished(begun: SimulatedRuns, spot: Exposure, on_demand: Exposure) -> tuple[Floats, Floats]:
     """USD and wall-clock hours of the runs that left spot and finish on demand."""
-    # the part of the bill's work that is not done yet
+    # The part of the bill's work that is not done yet.
     left_share = (begun.work_h - begun.done_h) / spot.phase_ends_h[-1]
     start_h = np.where(begun.done_h > 0, on_demand.restart_h, on_demand.setup_h)
     rest_h = np.maximum(start_h + left_share * on_demand.phase_ends_h[-1], MINIMUM_H)

@@ -1,8 +1,9 @@
 """Computes what a run would have cost in the hours of an availability trace, to compare it with the bill's range.
 
-A replay begins the run at many hours of the trace. The run waits for the next stretch with capacity, keeps its node
-until the stretch ends, and pays by the rules of the simulation (`simulation.account`); the trace replaces the random
-numbers. A run that reaches the end of the trace goes on at its beginning, so that long runs count too.
+A replay begins the run at many hours of the trace. The run waits for the next period with capacity, and keeps its node
+until this period ends. Its cost follows the rules of the simulation (`simulation.account`), with the trace instead of
+random numbers. A run that reaches the end of the trace continues at its beginning, so that long runs can be replayed
+too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gpufleet.infra.risk.simulation import SEED, Exposure, NextNode, SimulatedRu
 from gpufleet.infra.text import hours, wrap
 from gpufleet.job.text import counted
 
-STARTS = 2_000  # evenly spread hours of a trace at which a run begins
+STARTS = 2_000  # number of evenly spread hours of a trace at which a run begins
 SHARES = (0.1, 0.5, 0.9)
 FIXED_HAZARD = 0.2  # interruptions per node-hour of the simple forecast that a bill's range should beat
 
@@ -48,10 +49,10 @@ class Replayed:
     p10_usd: float
     p50_usd: float
     p90_usd: float
-    interruptions: float  # mean per run
+    interruptions: float  # the mean number per run
     windows: int  # number of replayed runs
     independent: float  # how many runs fit into the trace one after another: the effective sample size
-    scores: tuple[Score, ...]  # the bill's own forecast first
+    scores: tuple[Score, ...]  # scores of the forecasts; that of the bill comes first
 
 
 def run(exposure: Exposure, trace: Trace, *, starts: int = STARTS, seed: int = SEED) -> SimulatedRuns:
@@ -72,8 +73,8 @@ def run(exposure: Exposure, trace: Trace, *, starts: int = STARTS, seed: int = S
 def compare(exposure: Exposure, trace: Trace, *, gpus: int = 1, starts: int = STARTS) -> Replayed:
     """Replays the run and grades three forecasts: the exposure's own hazard, a fixed 0.2, and the prior for nodes with
     `gpus` GPUs if it differs from these. Limits do not apply, because a run that a limit stops is cheap but not done.
-    Speed, price and set-up are those of the bill's lines. Raises GpufleetError if the trace is shorter than the run:
-    all runs would go through the same hours, so that the result would say nothing.
+    Speed, price and set-up are those of the bill's lines. Raises GpufleetError if the trace is shorter than the run.
+    All replays would then use the same hours, and the result would mean nothing.
     """
     exposure = exposure.unlimited.interruptions_alone
     if trace.hours < exposure.uninterrupted_h:
@@ -99,7 +100,7 @@ def compare(exposure: Exposure, trace: Trace, *, gpus: int = 1, starts: int = ST
 
 
 def score(name: str, stated: Exposure, realised: SimulatedRuns) -> Score:
-    """The score, on replayed runs, of the simulated p10, p50 and p90 of `stated`."""
+    """How well the simulated p10, p50 and p90 of `stated` describe the replayed runs."""
     outcome = simulate(stated)
     p10, p50, p90 = map(float, np.quantile(outcome.usd, SHARES))
     return Score(
@@ -114,8 +115,8 @@ def score(name: str, stated: Exposure, realised: SimulatedRuns) -> Score:
 
 
 def _share_inside(realised: Floats, stated: Floats) -> float:
-    """The share of values within p10 to p90. A value on the edge counts as inside, because many runs have no
-    interruption and so have the same value as the edge.
+    """The share of values within p10 to p90. A value on the edge is inside, because many runs have no interruption, and
+    their value may be exactly the edge.
     """
     low, high = np.quantile(stated, (SHARES[0], SHARES[-1]))
     edge = 1e-9 * max(1.0, float(high))
@@ -134,7 +135,9 @@ def pinball(values: Floats, quantiles: Sequence[float]) -> float:
 
 
 def _next(trace: Trace, at_h: Floats) -> tuple[Floats, Floats]:
-    """(hours that a node lives if it is launched at `at_h`, hours after its end until the next node can be had)."""
+    """Returns the hours for which a node runs if it is launched at `at_h`, and the hours from its end until AWS has the
+    next node.
+    """
     now = np.mod(at_h + _EDGE_H, trace.hours)
     index = np.searchsorted(trace.up_from_h, now, side="right") - 1
     ends = trace.up_to_h.copy()
@@ -146,7 +149,7 @@ def _next(trace: Trace, at_h: Floats) -> tuple[Floats, Floats]:
 
 
 def _up_from(trace: Trace, at_h: Floats) -> Floats:
-    """The first hour from `at_h` on in which a node can be had. The count of hours goes on past the trace's end."""
+    """The first hour, from `at_h` on, in which AWS has a node. Hours are numbered on beyond the trace's end."""
     now = np.mod(at_h, trace.hours)
     index = np.searchsorted(trace.up_to_h, now, side="right")
     beyond = index == len(trace.up_to_h)
@@ -154,8 +157,8 @@ def _up_from(trace: Trace, at_h: Floats) -> Floats:
     return np.asarray(at_h + np.maximum(starts - now, 0.0))
 
 
-# A third of a millisecond, so that rounding does not move an hour to the other side of an edge. A life of exactly an
-# hour becomes shorter by this: since the node was gone at that sample, it ended before.
+# A third of a millisecond, so that rounding does not move an hour to the other side of an edge. A life of exactly one
+# hour becomes shorter by this time. This is right: the node was gone at this sample, so it ended before it.
 _EDGE_H = 1e-7
 
 
@@ -169,17 +172,17 @@ def interval_held(replays: Sequence[Replayed]) -> bool:
 
 
 def contained(replays: Sequence[Replayed]) -> float:
-    """The share of replayed bills inside the bill's range; each trace has the same weight."""
+    """The share of replayed bills within the bill's range. Each trace has the same weight."""
     return sum(replay.scores[0].contained for replay in replays) / len(replays)
 
 
 def contained_hours(replays: Sequence[Replayed]) -> float:
-    """The share of replayed runs whose wall-clock hours lie inside the bill's range of hours."""
+    """The share of replayed runs whose wall-clock hours are within the bill's range of hours."""
     return sum(replay.scores[0].contained_hours for replay in replays) / len(replays)
 
 
 def render(name: str, type_: str, exposure: Exposure, replays: Sequence[Replayed]) -> str:
-    """The outcome on the traces as text, and whether to rely on the bill's range."""
+    """The outcome on the traces as text, with advice whether to rely on the bill's range."""
     chance, stated = exposure.chance, replays[0].scores[0]
     lines = [
         f"{name}: {hours(exposure.phase_ends_h[-1])} h of work, stated ${stated.p10_usd:.2f} to ${stated.p90_usd:.2f} "
@@ -237,7 +240,7 @@ def render(name: str, type_: str, exposure: Exposure, replays: Sequence[Replayed
 
 
 def record(name: str, type_: str, exposure: Exposure, replays: Sequence[Replayed]) -> dict[str, Any]:
-    """A replay's figures for --json; keys as documented in docs/risk.md."""
+    """The result of a replay for --json; its keys are documented in docs/risk.md."""
     low, high = _likely(contained(replays), sum(replay.independent for replay in replays))
     traces = []
     for replay, learned in zip(replays, _learned(replays), strict=True):
@@ -289,7 +292,9 @@ def record(name: str, type_: str, exposure: Exposure, replays: Sequence[Replayed
 
 
 def _learned(replays: Sequence[Replayed]) -> list[hazard.Hazard]:
-    """The hazard of each trace's zone, learned from all traces. A trace without a zone counts as a zone of its own."""
+    """The hazard of each trace's zone, learned from all traces. A trace that names no zone is treated as a zone of its
+    own.
+    """
     seen = [replay.trace.observation() for replay in replays]
     named = [observation._replace(zone=observation.zone or observation.source) for observation in seen]
     learned = hazard.learn(named)
@@ -297,7 +302,9 @@ def _learned(replays: Sequence[Replayed]) -> list[hazard.Hazard]:
 
 
 def _likely(share: float, runs: float) -> tuple[float, float]:
-    """The range in which the true share likely lies, if `share` was seen in `runs` runs: Wilson's interval at 80 %."""
+    """Wilson's interval at 80 %: the range that likely contains the true share, if `share` was observed in
+    `runs` runs.
+    """
     z = 1.2816
     centre, spread = share + z * z / (2 * runs), z * math.sqrt(share * (1 - share) / runs + (z / (2 * runs)) ** 2)
     whole = 1 + z * z / runs

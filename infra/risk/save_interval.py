@@ -1,10 +1,11 @@
 """Finds the checkpoint interval that costs least on average. Frequent saves stall the steps, and with rare saves more
 steps are lost.
 
-Only interruptions that lose work count: if a notice is handled in time, nothing is lost with any interval. The interval
-comes from the closed form of the simulation (infra/risk/closed_form.py), averaged over the hazard's distribution. If
-nodes live much longer than the interval, it is Young's (CACM 17(9), 1974): sqrt(2 x save / rate of losses). What the
-interval saves comes from the simulation itself, in which both intervals have the same random draws.
+Only interruptions that lose work are considered: if a notice is handled in time, nothing is lost with any interval. The
+interval comes from the closed form of the simulation (infra/risk/closed_form.py), averaged over the hazard's
+distribution. If nodes run for much longer than the interval, the result is Young's formula (CACM 17(9), 1974): sqrt(2 x
+save / rate of losses). The saved dollars come from the simulation itself, in which both intervals have the same random
+numbers.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from gpufleet.infra.risk.simulation import Exposure, simulate_each
 SHORTEST_S = 1.0
 LONGEST_S = 86_400.0  # the longest interval in seconds that a run config allows
 _SHARES = 16  # number of quantiles that represent the hazard's distribution
-_RUNS, _ATTEMPTS = 1_000, 64  # simulated runs from which the saving is computed, and the fewest nodes of each run
-_CARRIED_ON = 0.01  # if more runs are unfinished after _ATTEMPTS nodes, their extrapolated dollars mean nothing
-_NARROWINGS = 24  # each narrowing leaves 62 % of the bracket
+# number of simulated runs from which the saving is computed, and the least number of nodes that are simulated for each
+# run
+_RUNS, _ATTEMPTS = 1_000, 64
+# if a larger share of the runs is unfinished after _ATTEMPTS nodes, their extrapolated dollars mean nothing
+_CARRIED_ON = 0.01
+_NARROWINGS = 24  # number of steps of the search; each of them shortens the bracket to 62 %
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -48,9 +52,9 @@ class BestInterval:
 def optimal(exposure: Exposure, save_cost_s: float) -> BestInterval | None:
     """The interval with the least expected dollars, if a save stalls the steps by `save_cost_s`.
 
-    The exposure's hours of work include the stalls of its present interval; its limits do not matter. The interval is
-    at most as long as the work, which is then saved once. None if the run never finishes, at its present interval or at
-    any other. Raises ValueError if the cost is negative or infinite.
+    The exposure's hours of work include the stalls of its present interval; its limits are not used. The interval is at
+    most as long as the work, which is then saved only once. None if the run never finishes, neither with its present
+    interval nor with any other. Raises ValueError if the cost is negative or infinite.
     """
     if not (0 <= save_cost_s < math.inf):
         raise ValueError(f"save_cost_s is {save_cost_s}; allowed: seconds, 0 or more")
@@ -64,7 +68,7 @@ def optimal(exposure: Exposure, save_cost_s: float) -> BestInterval | None:
     both = [_with_interval(alone, interval_s, save_cost_s) for interval_s in (present_s, best_s)]
     present, best = simulate_each(both, runs=_RUNS, attempts=_ATTEMPTS, unfinished=_CARRIED_ON)
     saved_usd = float(present.usd.mean() - best.usd.mean())
-    if saved_usd <= 0:  # the best interval is the present one up to rounding, or saves nothing
+    if saved_usd <= 0:  # the best interval is equal to the present one after rounding, or saves nothing
         best_s, saved_usd, best = present_s, 0.0, present
     return BestInterval(
         interval_s=best_s,
@@ -76,13 +80,13 @@ def optimal(exposure: Exposure, save_cost_s: float) -> BestInterval | None:
 
 
 def _hours(exposure: Exposure, interval_s: float, save_cost_s: float, hazards: tuple[float, ...]) -> float:
-    """Mean node-hours with another interval, in closed form."""
+    """Mean node-hours with the given interval, in closed form."""
     changed = _with_interval(exposure, interval_s, save_cost_s)
     return sum(expected_hours(changed, hazard) for hazard in hazards) / len(hazards)
 
 
 def _with_interval(exposure: Exposure, interval_s: float, save_cost_s: float) -> Exposure:
-    """The run with another interval, whose stalls are in its hours of work."""
+    """The run with the given interval; its hours of work include the stalls by saves at this interval."""
     present_s, whole_s = exposure.interval_h * 3600, exposure.phase_ends_h[-1] * 3600
     stalls = (1 + save_cost_s / min(interval_s, whole_s)) / (1 + save_cost_s / min(present_s, whole_s))
     ends = tuple(end * stalls for end in exposure.phase_ends_h)

@@ -1,23 +1,27 @@
-"""Simulates one run on spot capacity with its interruptions, thousands of times, seeded and vectorised.
+"""Simulates one run on spot capacity with its interruptions, thousands of times. Its random numbers have a fixed seed,
+and the computation is vectorised.
 
-A run consists of attempts. Each attempt is billed from launch: set-up, then work, until the work is done, the node is
-interrupted (its life is exponential with the node's hazard), or a limit of the definition stops it. Then comes a wait
-for capacity, which is log-normal and not billed, and a replacement, whose restart is billed. An interruption costs:
+A run consists of attempts. Each attempt is billed from its launch. An attempt has a set-up and then works, until the
+work is done, or the node is interrupted (its life is exponential with the node's hazard), or a limit of the definition
+stops the run. After an interruption there is a wait for capacity, which is log-normal and not billed, and then a
+replacement, whose restart is billed. The effect of an interruption on the cost is:
 
-- in the node's first hour, no compute (AWS does not charge an interrupted first hour, but charges disk and address);
-- if the notice is handled, the 120 s of the notice, because everything before is saved;
-- if save and upload do not fit into the notice, its 120 s and up to one checkpoint interval of work before;
-- if the notice is missed, up to one checkpoint interval of work.
+- in the node's first hour, compute costs nothing (AWS does not charge an interrupted first hour, except for disk and
+  address);
+- if the notice is handled, only its 120 s are lost, because everything before is saved;
+- if save and upload take longer than the notice, its 120 s are lost, and up to one checkpoint interval of work before
+  it;
+- if the notice is missed, up to one checkpoint interval of work is lost.
 
-The hazard itself is uncertain: unless a figure is given, it is drawn for each simulated run (infra/risk/hazard.py).
-Speed, price and set-up are uncertain too: each is a factor with median 1 (infra/risk/unknown.py). The limits stop a run
-as the job's meter does, which counts hours times rates and no free hours. Several nodes are one run, which is
-interrupted if any of its nodes is. In half of these cases only the lost node has its first hour free; in the other half
-AWS takes all nodes, and all have.
+The hazard itself is uncertain: unless the definition fixes it, each simulated run has a random hazard
+(infra/risk/hazard.py). Speed, price and set-up are uncertain too: each is a factor with median 1
+(infra/risk/unknown.py). The limits stop a run as the job's meter does. The meter multiplies hours by rates, and treats
+no hour as free. A run on several nodes is interrupted if any of its nodes is. In half of these cases only the lost node
+has a free first hour; in the other half AWS takes all nodes, and the first hours of all are free.
 
-Random numbers belong to (run, attempt), not to the order of evaluation, so that two variants of a run have the same
-luck and their difference is not noise. The same seed gives the same figures, whether runs are simulated one by one or
-many at once.
+A random number depends on the run and the attempt, and not on the order of evaluation. So two variants of a run have
+the same random numbers, and the difference between them is not noise. The same seed gives the same results, whether
+runs are simulated one by one or many at once.
 """
 
 from __future__ import annotations
@@ -44,17 +48,18 @@ from gpufleet.infra.risk.hazard import (
 from gpufleet.infra.risk.unknown import KNOWN, NOTHING, Draws, Factors, Unknown
 from gpufleet.job.contract.aws import FREE_S, MINIMUM_S
 
-NOTICE_MISSED = 0.05  # an assumption
+NOTICE_MISSED = 0.05  # probability that a notice is missed; an assumption
 NOTICE_H = 120 / 3600
 FREE_H, MINIMUM_H = FREE_S / 3600, MINIMUM_S / 3600
 
 RUNS = 10_000
 SEED = 7
 _EDGE_H = 1e-9
-_CHUNK = 50_000  # runs that are simulated together, because they fit into the processor's cache
+_CHUNK = 50_000  # number of runs that are simulated together, because their data fit into the processor's cache
 _TOGETHER = 4_096  # random numbers of one kind that are drawn at once for late attempts
 MAX_ATTEMPTS = 200
-_NOWHERE = 1e4  # a run that would need more than this many times its finished work counts as never ending
+# if the extrapolation would need more than this many times the finished work, the run is treated as never ending
+_NOWHERE = 1e4
 
 Flags = NDArray[np.bool_]
 Hours = TypeVar("Hours", float, Floats)
@@ -65,12 +70,13 @@ class NextNode:
     """The fate of the next node of each run that needs one."""
 
     life_h: Floats  # hours from launch until AWS interrupts the node; inf for never
-    wait_h: Floats  # hours of waiting for capacity afterwards
-    missed: Floats  # uniform; the notice is missed if this number is below Exposure.notice_missed
-    lost: Floats  # uniform; the share of a checkpoint interval that is then lost
+    wait_h: Floats  # hours of waiting for capacity after the interruption
+    missed: Floats  # uniform random number; the notice is missed if it is below Exposure.notice_missed
+    lost: Floats  # uniform random number; the share of a checkpoint interval that is lost if the notice is missed
 
 
-# (runs that need a node, number of the attempt, wall-clock hours since the run began) -> their nodes
+# A function that returns the next nodes, given the runs that need one, the number of the attempt, and the wall-clock
+# hours since each run began.
 Fate = Callable[[Indices, int, Floats], NextNode]
 
 
@@ -84,7 +90,7 @@ class PlannedEnd:
     work_h: float
 
     def at_h(self, left_share: Floats) -> Floats:
-        """The hour of the end, for runs of which `left_share` is the share of work not done."""
+        """The hour at which the owner ends runs of whose work the share `left_share` is not done."""
         return self.by_h - self.work_h * left_share
 
 
@@ -95,14 +101,14 @@ class Exposure:
     setup_h: float
     restart_h: float
     phase_ends_h: tuple[float, ...]  # hours of work from the first step to each phase's end
-    saves_fit: tuple[bool, ...]  # for each phase, whether save and upload can be done within the notice
+    saves_fit: tuple[bool, ...]  # for each phase, whether save and upload end within the notice
     interval_h: float  # hours between timed checkpoints
     compute_usd_h: float  # USD per hour of compute of all nodes
     extras_usd_h: float  # USD per hour of disks and addresses, which are never free
     fixed_usd: float
     hazard: Hazard | float | None  # per node-hour: a distribution, an exact figure, or None for the prior
     nodes: int = 1
-    wait_h: float = ZONES_WAIT_H  # hours of waiting for capacity, the median of a log-normal
+    wait_h: float = ZONES_WAIT_H  # median of the hours of waiting for capacity, which are log-normal
     wait_sigma: float = ZONES_WAIT_SIGMA  # the standard deviation of the wait's logarithm
     gather_h: float = math.inf  # hours that several nodes wait for missing nodes before they end (risk/gathering.py)
     notice_missed: float = NOTICE_MISSED
@@ -110,8 +116,9 @@ class Exposure:
     max_usd: float | None = None
     max_hours: float | None = None
     reserve_h: float = 0.0  # hours before a limit at which the job begins to stop, to save, upload and export
-    leave: PlannedEnd | None = None  # the time at which the owner ends the run, with everything saved
-    idle_h: float = 0.0  # hours that the node is kept idle at the end; if work takes longer, they become fewer
+    leave: PlannedEnd | None = None  # when the owner ends the run; everything is saved then
+    # hours for which the node is kept idle at the end; the longer the work takes, the fewer they are
+    idle_h: float = 0.0
     unknown: Unknown = NOTHING
 
     @property
@@ -123,8 +130,8 @@ class Exposure:
 
     def first_wait_h(self, hazard: Floats, normals: Floats, there: Floats, since: Floats) -> Floats:
         """Hours of waiting for the first node, from a normal and two uniform numbers for each run. Since a run may
-        begin at any hour, AWS usually has capacity; otherwise the run begins in the middle of a wait, more likely of a
-        long one.
+        begin at any hour, AWS usually has capacity; otherwise the run begins in the middle of a wait, which is more
+        likely to be a long one.
         """
         variance = self.wait_sigma**2
         mean_h = self.wait_h * math.exp(variance / 2)
@@ -165,7 +172,7 @@ class Exposure:
         return self.compute_usd_h + self.extras_usd_h
 
     def metered(self, hours: Hours) -> Hours:
-        """USD of `hours` node-hours as the job's meter counts them: interrupted first hours are not free."""
+        """USD of `hours` node-hours as the job's meter computes them: interrupted first hours are not free."""
         return self.fixed_usd + hours * self.usd_h
 
     def hours_at_cap(self) -> tuple[float, float]:
@@ -175,7 +182,9 @@ class Exposure:
         return max(0.0, by_money - self.reserve_h), max(0.0, by_hours - self.reserve_h)
 
     def hours_paid(self, price: Hours) -> Hours:
-        """Node-hours that max_usd pays for if a node costs `price` times the bill's price; inf if it is not set."""
+        """Node-hours that fit within max_usd if a node costs `price` times the bill's price; inf if max_usd is
+        not set.
+        """
         rate = price * self.compute_usd_h + self.extras_usd_h
         if self.max_usd is None or not self.usd_h:
             return rate * 0 + np.inf
@@ -187,10 +196,10 @@ class SimulatedRuns:
     """One value per simulated run."""
 
     usd: Floats
-    metered_usd: Floats  # USD as the job's meter counts, which includes interrupted first hours
-    hours: Floats  # node-hours as `limits.max_hours` counts, which includes free first hours
+    metered_usd: Floats  # USD as the job's meter computes them, with interrupted first hours
+    hours: Floats  # node-hours as `limits.max_hours` limits them, with free first hours
     wall_hours: Floats  # wall-clock hours, with the waits for capacity
-    idle_hours: Floats  # hours that each of several nodes is billed while it waits for the others
+    idle_hours: Floats  # hours for which each of several nodes is billed while it waits for the others
     interruptions: NDArray[np.int64]
     stopped: Flags  # whether a limit or the owner ended the run before its work was done
     work_h: Floats  # hours that the work takes
@@ -198,7 +207,9 @@ class SimulatedRuns:
 
 
 def quantiles(values: Floats) -> tuple[float, float, float, float]:
-    """p10, p50, p90, mean. Interpolates like np.quantile, which imports numpy.ma and so costs 15 ms of a cold start."""
+    """p10, p50, p90 and the mean. Interpolates as np.quantile does. np.quantile itself is not used, because it imports
+    numpy.ma, which takes 15 ms of a cold start.
+    """
     last, mean = len(values) - 1, float(values.mean())
     if not last:
         return mean, mean, mean, mean
@@ -229,7 +240,8 @@ def simulate_each(
         raise ValueError("simulate a run with a planned end by itself")
     sizes = [min(_CHUNK, runs - start) for start in range(0, runs, _CHUNK)]
     together = max(1, _CHUNK // max(1, runs))
-    # Exposures that need the same computations (for several nodes, for interruptions) are simulated together.
+    # Exposures that need the same computations (those for several nodes, those for interruptions) are simulated
+    # together.
     alike: dict[tuple[bool, bool], list[Exposure]] = {}
     for exposure in dict.fromkeys(exposures):
         alike.setdefault((exposure.nodes > 1, bool(exposure.chance.median)), []).append(exposure)
@@ -245,8 +257,8 @@ def simulate_each(
 
 
 def simulate_together(exposures: Sequence[Exposure], *, runs: int) -> list[SimulatedRuns]:
-    """Simulates runs that begin in the same days. In each simulated case, runs on the same GPUs and offers share speed,
-    set-up and prices, but each has its own interruptions.
+    """Simulates runs that take place at about the same time. In each simulated case, runs on the same GPUs and offers
+    have the same speed, set-up and prices, but each run has its own interruptions.
     """
     shared, simulated = Draws(runs, np.random.SeedSequence(SEED)), []
     for at, exposure in enumerate(exposures):
@@ -257,8 +269,8 @@ def simulate_together(exposures: Sequence[Exposure], *, runs: int) -> list[Simul
 
 
 def within_limits(exposure: Exposure, free: SimulatedRuns, *, seed: int = SEED) -> SimulatedRuns:
-    """The result of `simulate(exposure)`, from `free`, that of `simulate(exposure.unlimited)`. Only runs that come near
-    a limit are simulated again.
+    """The result of `simulate(exposure)`, computed from `free`, which is the result of `simulate(exposure.unlimited)`.
+    Only runs that come near a limit are simulated again.
     """
     rate = (free.metered_usd - exposure.fixed_usd) / free.hours
     paid_h = np.inf if exposure.max_usd is None else (exposure.max_usd - exposure.fixed_usd) / np.maximum(rate, _EDGE_H)
@@ -286,8 +298,9 @@ def _joined(parts: Sequence[SimulatedRuns]) -> SimulatedRuns:
 def _chunk(
     exposures: Sequence[Exposure], luck: Luck, attempts: int, only: Indices | None = None, unfinished: float = 1.0
 ) -> list[SimulatedRuns]:
-    """Simulates runs of all exposures. The first runs of all exposures have the same luck, and so have the second runs,
-    and so on. If `only` is given, only these runs are simulated, and the figures of others mean nothing.
+    """Simulates runs of all exposures. The first runs of all exposures have the same random numbers, and so have the
+    second runs, and so on. If `only` is given, only these runs are simulated, and the results of the others mean
+    nothing.
     """
     runs = luck.runs
     factors = luck.unknown.factors([exposure.unknown for exposure in exposures])
@@ -306,13 +319,14 @@ def _chunk(
         wait_h=_of_each(exposures, runs, lambda exposure: exposure.wait_h),
         wait_sigma=_of_each(exposures, runs, lambda exposure: exposure.wait_sigma),
     )
-    with np.errstate(divide="ignore"):  # a hazard may be 0; entered once, because entering it for each node is slow
+    # needed because a hazard may be 0; set once, because setting it for each node is slow
+    with np.errstate(divide="ignore"):
         return _account(exposures, runs, first_wait_h, next_node, attempts, factors, only, unfinished)
 
 
 class _Nodes:
-    """The nodes of simulated runs, with random numbers from `luck`. Few runs reach late attempts, so the numbers for
-    several late attempts are drawn in one call of numpy.
+    """The nodes of simulated runs, with random numbers from `luck`. Few runs reach late attempts, so the random numbers
+    for several late attempts are computed in one call of numpy.
     """
 
     def __init__(
@@ -326,11 +340,13 @@ class _Nodes:
     ) -> None:
         self._luck, self._hazard, self._unevenness = luck, hazard, unevenness
         self._is_uneven, self._wait_h, self._wait_sigma = bool(np.any(unevenness)), wait_h, wait_sigma
-        # the attempt and the runs for which numbers were already drawn
+        # The attempt and the runs for which there are already random numbers.
         self._ahead: tuple[int, Indices, NextNode] | None = None
 
     def __call__(self, active: Indices, attempt: int, wall_h: Floats) -> NextNode:
-        """The nodes of the runs `active`. From attempt ATTEMPTS_IN_STEP on, `active` shrinks with each attempt."""
+        """The nodes of the runs `active`. From attempt ATTEMPTS_IN_STEP on, `active` has fewer runs with each
+        attempt.
+        """
         if attempt < ATTEMPTS_IN_STEP:
             return self._nodes(active, self._luck.draw(active, attempt), first=attempt == 0)
         if self._ahead is None or attempt >= self._ahead[0] + len(self._ahead[2].life_h):
@@ -354,7 +370,7 @@ class _Nodes:
 
 
 def account(exposure: Exposure, first_wait_h: Floats, fate: Fate, attempts: int = MAX_ATTEMPTS) -> SimulatedRuns:
-    """The costs of runs with the first waits `first_wait_h`, whose nodes `fate` determines."""
+    """The costs of runs that first wait for `first_wait_h` hours, and whose nodes are determined by `fate`."""
     return _account([exposure], len(first_wait_h), first_wait_h, fate, attempts)[0]
 
 
@@ -449,7 +465,7 @@ def _account(
             if fits[index] is not fits[index - 1]:
                 fit = np.where(done_h + kept_h >= _select(begins_h[index], active), _select(fits[index], active), fit)
         (torn,) = np.nonzero(missed | np.logical_not(fit))
-        if torn.size:  # a node that misses its notice works until its end
+        if torn.size:  # a node that misses its notice works until it is taken
             whole = np.where(missed[torn], trained[torn], kept_h[torn])
             kept_h[torn] = np.maximum(whole - node.lost[torn] * _select(interval_h, active[torn]), 0.0)
         done_h = done_h + np.where(interrupted, kept_h, trained)
@@ -467,7 +483,7 @@ def _account(
         active = active[interrupted]
         interruptions[active] = attempt + 1
 
-    if active.size:  # extrapolated to the end of the work or to the limit
+    if active.size:  # these runs are extrapolated to the end of the work or to the limit
         work, cap = _select(work_h, active), _select(cap_h, active)
         grow = work / np.maximum(done[active], work / _NOWHERE)
         at_limit = hours[active] * grow > cap
@@ -501,7 +517,7 @@ def _account(
 
 
 def _of_each(exposures: Sequence[Exposure], runs: int, get: Callable[[Exposure], float]) -> Floats | float:
-    """One value per run, or a single one if the exposures agree."""
+    """One value for each run; a single value if all exposures have the same one."""
     values = [get(exposure) for exposure in exposures]
     return values[0] if values.count(values[0]) == len(values) else np.repeat(np.asarray(values, dtype=float), runs)
 
@@ -511,7 +527,7 @@ def _select(values: Floats | float, active: Indices) -> Floats | float:
 
 
 def _patient(exposure: Exposure | None, wait_h: Floats, wall: Floats, done: Floats, work_h: Floats | float) -> Floats:
-    """The wait for capacity, cut off when the owner ends the run."""
+    """The wait for capacity; it ends when the owner ends the run."""
     if exposure is None or exposure.leave is None:
         return wait_h
     return np.clip(exposure.leave.at_h((work_h - done) / exposure.phase_ends_h[-1]) - wall, 0.0, wait_h)
@@ -520,7 +536,7 @@ def _patient(exposure: Exposure | None, wait_h: Floats, wall: Floats, done: Floa
 def _hours_left(
     exposure: Exposure | None, wall: Floats, done: Floats, start_h: Floats | float, work_h: Floats | float
 ) -> Floats | float:
-    """Hours until the owner ends the run, for a node launched now, which works meanwhile."""
+    """Hours until the owner ends the run, if a node is launched now and works until then."""
     if exposure is None or exposure.leave is None:
         return math.inf
     left_h = exposure.leave.at_h((work_h - done) / exposure.phase_ends_h[-1]) - wall
@@ -530,7 +546,7 @@ def _hours_left(
     return np.where(left_h > start_h, working, left_h)
 
 
-ATTEMPTS_IN_STEP = 8  # attempts for which all runs draw numbers, even finished ones
+ATTEMPTS_IN_STEP = 8  # number of attempts for which all runs have random numbers, even finished runs
 _WEYL, _MIX_1, _MIX_2 = (np.uint64(factor) for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
@@ -538,19 +554,17 @@ _WEYL, _MIX_1, _MIX_2 = (np.uint64(factor) for factor in (0x9E3779B97F4A7C15, 0x
 class NodeLuck:
     """The random numbers for the next nodes of some runs."""
 
-    life: Floats  # exponential
-    wait: Floats  # normal
-    node: Floats  # normal
-    missed: Floats  # uniform
-    lost: Floats  # uniform
+    life: Floats  # exponential random numbers
+    wait: Floats  # normal random numbers
+    node: Floats  # normal random numbers
+    missed: Floats  # uniform random numbers
+    lost: Floats  # uniform random numbers
 
 
 class Luck:
-    """Random numbers for `runs` runs, drawn once for everything that is simulated with them.
-
-    For the first attempts, numbers for all runs are drawn at once, even for finished ones. For later attempts, which
-    few runs reach, a number is computed from (run, attempt) alone: by SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), and
-    for normal numbers by Box-Muller.
+    """The random numbers of `runs` runs, which all simulations share. For the first attempts, the numbers of all runs
+    are computed at once, even those of finished runs. For later attempts, which few runs reach, a number is computed
+    from (run, attempt) alone: by SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), and for normal numbers by Box-Muller.
     """
 
     def __init__(self, runs: int, seed: np.random.SeedSequence) -> None:
@@ -558,7 +572,7 @@ class Luck:
         self._rng = rng = np.random.default_rng(seed)
         self.hazard, self.wait = rng.standard_normal(runs), rng.standard_normal(runs)
         self.there, self.since = rng.random((2, runs))
-        # a separate generator, so that the other numbers do not depend on whether nodes differ in hazard
+        # A separate generator is used, so that the other numbers do not depend on whether nodes differ in hazard.
         self._uneven, late = rng.spawn(2)
         self._late = late.integers(2**63, dtype=np.uint64)
         self._in_step: list[NodeLuck] = []
@@ -585,7 +599,7 @@ class Luck:
             return NodeLuck(*self._late_numbers(run, attempts))
         is_there = np.zeros(self.runs, dtype=bool)
         is_there[run] = True
-        column = (np.cumsum(is_there) - 1)[run]  # several exposures' runs share one draw
+        column = (np.cumsum(is_there) - 1)[run]  # runs of several exposures share the same random numbers
         drawn = self._late_numbers(np.flatnonzero(is_there), attempts)
         return NodeLuck(*(of_runs.take(column, axis=1) for of_runs in drawn))
 
@@ -594,7 +608,8 @@ class Luck:
         mixed = (np.arange(5)[:, None, None] + 5 * of_run).astype(np.uint64)
         mixed *= _WEYL
         mixed += self._late
-        for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, np.uint64(1))):  # in place: takes half the time
+        # computed in place, which takes half the time
+        for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, np.uint64(1))):
             mixed ^= mixed >> np.uint64(shift)
             mixed *= factor
         life, far, turn, missed, lost = (mixed >> np.uint64(11)) * 2.0**-53
@@ -603,7 +618,9 @@ class Luck:
 
 
 def _luck(seed: int, part: int, runs: int) -> Luck:
-    """The luck of the `part`-th group of runs simulated together; cached if it has as many runs as a bill."""
+    """The random numbers of the `part`-th group of runs that are simulated together; cached if the group has as many
+    runs as a bill.
+    """
     return _kept_luck(seed, part, runs) if runs <= RUNS else _new_luck(seed, part, runs)
 
 

@@ -1,10 +1,10 @@
 """What is uncertain before a run begins, besides interruptions: the run's speed, the spot price, and how long a node
 takes until the first step.
 
-This module defines how uncertain each of the three is. Each is a log-normal factor that is drawn once per run. Its
-median is the bill's line, so that it widens the range but moves no line. Simulated runs with these factors give the
-range, the chance of a limit or a deadline, the bound of `diff`, `compare`, the cheaper options and the grade of
-receipts.
+This module defines how uncertain each of the three is. Each of them is a log-normal factor, which is random for each
+run. The median of the factor is 1, so that it widens the bill's range but changes no line. Simulated runs with these
+factors give the range, the chance of a limit or a deadline, the bound of `diff`, `compare`, the cheaper options and the
+grade of receipts.
 
 hazard.py defines how often nodes are interrupted and how long waits are, with the data behind it.
 """
@@ -23,33 +23,36 @@ import numpy as np
 from gpufleet.infra.risk.hazard import Floats
 
 # Sigma of ln(actual / priced hours of work) after a measurement of this job on this GPU. bench/results/gpu.md has the
-# times of five steps on an H100, measured twice, on different days and by different programs: they differ by 0.06 rms.
+# times of five steps on an H100, measured twice, on different days and by different programs. The two times of a step
+# differ by 0.06 rms.
 MEASURED = 0.06
-STATED = 0.25  # if the definition says how long a step takes; an assumption, until there are receipts
-PAGE = 0.45  # if a web page says it: two of five published pairs of figures were within a quarter of each other
+STATED = 0.25  # sigma if the definition says how long a step takes; an assumption until there are receipts
+# sigma if the time comes from a web page; in two of five published pairs, the two times were within a quarter of each
+# other
+PAGE = 0.45
 # Sigma for each doubling from the number of GPUs for which a step time is stated. Doubling the GPUs lost 8 to 10 % of
 # the speed on two nodes of 8 H100s (NVIDIA NeMo AutoModel, 2026-06), 15 % from one A100 to two, and 2 % from two to
 # four (vectorlm, 2024-05).
 PER_DOUBLING = 0.1
 SETUP = 0.3  # sigma of ln set-up time if the time is assumed by family; itself an assumption
-SETUP_MEASURED = 0.1  # the same sigma if a receipt's nodes were timed; an assumption
+SETUP_MEASURED = 0.1  # sigma of ln set-up time if it was measured on the nodes of a receipt; an assumption
 # Sigma of ln spot price, which grows as the root of the price's age. In nine zones of p3 spot over 45 days of 2023 it
 # was 0.015 after a day, 0.046 after 7, 0.070 after 30, 0.098 after 44 (github.com/andylizf/skynomad-artifact, read
 # 2026-11).
 PRICE_AT_7_DAYS, MOST_PRICE = 0.05, 0.25
-P90 = NormalDist().inv_cdf(0.9)  # p10 and p90 of a normal distribution lie this many sigmas from its middle
+P90 = NormalDist().inv_cdf(0.9)  # p10 and p90 of a normal distribution are this many sigmas away from its mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unknown:
-    """Sigmas of the logarithms. By default everything is known."""
+    """Sigmas of the logarithms. By default they are 0: nothing is uncertain."""
 
     faster: float = 0.0  # sigma of the hours of work below the median
     slower: float = 0.0  # sigma of the hours of work above the median
     shared: float = 0.0  # the part of `faster` and `slower` that is the same for a job on every GPU
-    device: str = ""  # the GPU that gives the rest of this factor its draw: options on the same GPU share it
+    device: str = ""  # the GPU; options on the same GPU have the same random number for the other part of this factor
     price: float = 0.0  # sigma of the node's price
-    offer: str = ""  # the offer whose draw the price uses
+    offer: str = ""  # the offer; options with the same offer have the same random number for the price
     setup: float = 0.0  # sigma of set-up and restart
 
     @property
@@ -84,8 +87,8 @@ KNOWN = Factors(work=1.0, price=1.0, setup=1.0)
 
 
 class Draws:
-    """The random draws of `runs` runs. A draw belongs to a run and a subject, so that two options on one GPU have the
-    same speed. It does not depend on what else is drawn.
+    """The random draws of `runs` runs. Each random number belongs to a run and a subject, such as a GPU, so that two
+    options on one GPU have the same speed. The random number does not depend on which other numbers are computed.
     """
 
     def __init__(self, runs: int, seed: np.random.SeedSequence) -> None:
@@ -109,7 +112,9 @@ class Draws:
         return np.exp(sigma * self._normals(of)) if sigma else None
 
     def _work(self, one: Unknown) -> Floats | None:
-        """The factors of the hours of work: one draw for what a job shares on all GPUs, and another for this GPU."""
+        """The factors of the hours of work: one random number for the part that is the same on all GPUs, and another
+        for this GPU.
+        """
         widest = max(one.faster, one.slower)
         if not widest:
             return None
@@ -117,8 +122,8 @@ class Draws:
         return np.asarray(np.exp(luck * np.where(luck < 0, one.faster, one.slower)))
 
     def _normals(self, of: str, shared: float = 0.0) -> Floats:
-        """The quantiles of a standard normal, in a random order that depends on `of`. So p50 is the median with any
-        number of runs.
+        """The quantiles of a standard normal, in a random order that depends on `of`. So p50 is exactly the median for
+        any number of runs.
         """
         if (of, shared) not in self._kept:
             seed = np.random.SeedSequence(

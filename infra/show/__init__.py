@@ -1,1 +1,1 @@
-"""Tables of figures for people and programs, with each column defined once."""
+"""Tables for people and programs, with each column defined once."""

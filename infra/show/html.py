@@ -11,7 +11,9 @@ LEFT, RIGHT = (f' style="text-align:{side};padding:.2em .8em"' for side in ("lef
 
 
 def table(sheet: Sheet, *, caption: str = "", total: bool = False) -> str:
-    """The table. If `total`, the last row is a total. With a `caption`, styles are inline, as a notebook needs them."""
+    """The table as HTML. If `total`, the last row is a total. If there is a `caption`, styles are inline, as a notebook
+    needs them.
+    """
     last = len(sheet.rows) - 1 if total else -1
     sides = (LEFT, RIGHT) if caption else ("", " class=number")
     body = "".join(

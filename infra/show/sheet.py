@@ -1,4 +1,4 @@
-"""A table whose columns are defined once. Text for a terminal, HTML, Markdown and JSON use the same columns."""
+"""Tables whose columns are defined once. The forms for a terminal, HTML, Markdown and JSON use the same columns."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from gpufleet.infra import text
 
 
 class Column(NamedTuple):
-    """One column: a figure of a row's object, or a key for programs."""
+    """One column: one value of each row's object."""
 
     key: str  # the column's name for programs, by which a table selects it
-    head: str | None = None  # the heading for people; None for the key
-    unit: str = ""  # the unit of a number, which is right-aligned; empty for text
+    head: str | None = None  # the heading for people; if it is None, `key` is the heading
+    unit: str = ""  # the unit of the numbers in the column, which are right-aligned; empty if the column has text
     digits: int | Callable[[Any], str] = str  # decimals, or a function that formats the value for people
-    of: Callable[[Any], Any] | None = None  # gives the value for an object, or None; by default the attribute `key`
+    # a function that returns the value for an object, or None; by default the value is the attribute `key`
+    of: Callable[[Any], Any] | None = None
     places: int = 4  # decimals of a float for programs
 
     def value(self, thing: Any) -> Any:
@@ -76,8 +77,8 @@ def record(columns: Iterable[Column], thing: Any) -> dict[str, Any]:
 
 
 def plain(value: Any, *names: str, digits: int = 4) -> Any:
-    """`value` for JSON: decimals as strings, floats with `digits` digits, dates as ISO 8601. Of an object, the
-    attributes `names`, or all attributes.
+    """`value` for JSON: decimals as strings, floats with `digits` digits, dates as ISO 8601. From an object, the
+    attributes `names` are taken, or all attributes.
     """
     match value:
         case Decimal():

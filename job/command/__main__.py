@@ -1,9 +1,8 @@
 """`python -m gpufleet.job.command WORKDIR`: runs the command in WORKDIR/run.json, from the newest checkpoint in
-WORKDIR/ckpt. With --wait it begins when start.json exists. --rung is for ready-made jobs and changes nothing here. If
-GPUFLEET_JOB_CONTAINER is set, the command runs in a container that the node starts, else as processes of this machine.
-
-Exit codes: 0 finished; 75 stopped on request; 65 cannot succeed, the reason in fatal.json; anything else is a crash,
-the reason in left.json.
+WORKDIR/ckpt. With --wait it waits until start.json exists. --rung is for ready-made jobs and changes nothing here. If
+GPUFLEET_JOB_CONTAINER is set, the command runs in a container that the node starts; otherwise it runs as processes of
+this machine. Exit codes: 0 finished; 75 stopped on request; 65 cannot succeed, the reason in fatal.json; anything else
+is a crash, the reason in left.json.
 """
 
 from __future__ import annotations

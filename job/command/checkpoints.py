@@ -1,13 +1,14 @@
-"""A command's checkpoints: the host finds whole ones, copies and commits them, and puts one back before a start.
+"""A command's checkpoints: the host finds complete checkpoints, copies and commits them, and restores one before a
+start.
 
-A checkpoint counts as whole when all of its files are there, none is open for writing, two looks a second apart see the
-same, and no file's format shows a cut. A thread then copies it into ckpt/ and looks at it again. The thread commits the
-copy only if the checkpoint has not changed: if the command has deleted or overwritten it meanwhile, the thread discards
-the copy.
+A checkpoint is complete when all of its files exist, none of them is open for writing, they did not change between two
+looks a second apart, and no file is cut off as far as its format shows. A thread then copies the checkpoint into ckpt/
+and looks at the original again. The thread commits the copy only if the checkpoint has not changed: if the command has
+deleted or overwritten it meanwhile, the thread discards the copy.
 
-The step of a checkpoint is the number in its name, if names count what the run counts. Otherwise it is the step that
-the command's lines had shown when the checkpoint was written. A commit keeps both, the name's and the lines'
-(Commit.lines), and never converts one into the other.
+The step of a checkpoint is the number in its name, if this number has the run's unit. Otherwise it is the step that the
+command's output had shown when the checkpoint was written. A commit keeps both numbers, that of the name and that of
+the output (Commit.lines), and never converts one into the other.
 """
 
 from __future__ import annotations
@@ -37,25 +38,29 @@ from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.kind.command import PHASE, CommandConfig
 
 FILES = "files"  # folder below ckpt/step_N/ for the command's files, so that their names cannot clash with gpufleet's
-LOOK_S = 1.0  # seconds between two looks, which must see the same files
-LEAVING_S = 0.1  # the same in the seconds after a stop was sent, because the command may end as soon as it has saved
-# seconds for which the first checkpoint must be unchanged if nothing else shows that it is complete
+LOOK_S = 1.0  # seconds between two looks, which must find the same files
+LEAVING_S = 0.1  # seconds between two looks after a stop was sent, because the command may end as soon as it has saved
+# The first checkpoint must be unchanged for this many seconds if nothing else shows that it is complete.
 FIRST_QUIET_S = 60.0
-UNKNOWN_QUIET_S = 5.0  # seconds for which a file must be unchanged if it is not known whether it is open
+UNKNOWN_QUIET_S = 5.0  # a file must be unchanged for this many seconds if it is not known whether it is open
 SAVING_S = 5.0  # the longest time between the writing of two files of one checkpoint
 AGAIN_S = 30.0  # seconds from a failed copy to the next try
 LEADER_S = 30.0  # seconds that a node at its end waits for the leader to announce its last checkpoint
-HELD_S = 30.0  # seconds for which the files of a part that the command has deleted wait for the leader to name the part
-MOST_HELD = 16  # parts of checkpoints that are held, and also files per part: each open file takes a descriptor
+# seconds for which the files of a part are kept open after the command has deleted them, until the leader names the
+# part
+HELD_S = 30.0
+# the most parts of checkpoints whose files are kept open, and the most files of each part, because each open file needs
+# a descriptor
+MOST_HELD = 16
 ARRIVAL_S = 0.02  # seconds until a line that the command has printed reaches the host
 
-File = tuple[int, int]  # device and inode
+File = tuple[int, int]  # a file's device and inode
 
 
 @dataclass(slots=True)
 class Watched:
-    """A checkpoint that the command has begun: its files at the last look, and since when they are unchanged. `still`:
-    no process has one of the files open. `doubtful`: a process that may have had one open has ended.
+    """A checkpoint that the command has begun: its files at the last look, and the time since which they are unchanged.
+    `still`: no process has one of the files open. `doubtful`: a process that may have had one open has ended.
     """
 
     found: FoundCheckpoint
@@ -68,8 +73,8 @@ class Watched:
 
 @dataclass(slots=True)
 class Held:
-    """A node's part of a checkpoint. Its files are open, so they can be copied even after the command has deleted them.
-    `is_still`: two looks saw the same files.
+    """A node's part of a checkpoint. The part's files are open, so they can be copied even after the command has
+    deleted them. `is_still`: two looks saw the same files.
     """
 
     found: FoundCheckpoint
@@ -83,7 +88,7 @@ class Held:
 
 
 class LineReader(Protocol):
-    """Facts from the command's output that decide on checkpoints."""
+    """The facts from the command's output on which decisions about checkpoints depend."""
 
     @property
     def val(self) -> Mapping[int, float]: ...
@@ -94,12 +99,11 @@ class LineReader(Protocol):
 
 
 class CommandCheckpoints:
-    """The checkpoints of one command in `folder` below `user`, which the command may change at any time. `alive` gives
-    its processes; `writing` gives the checkpoint files that a process has open for writing, None if unknown; `moment`
-    converts a file's time to the time of `clock`. `run` is the run's id.
-
-    On a `node` that follows another one, a checkpoint is only the part that the node's own ranks have written. The part
-    is taken after the `leader` has announced that the checkpoint is whole, and it may have no files.
+    """The checkpoints of one command in `folder` below `user`, which the command may change at any time. `alive`
+    returns its processes. `writing` returns the checkpoint files that a process has open for writing, or None if this
+    is not known. `moment` converts a file's time to the time of `clock`. `run` is the run's id. On a `node` that is not
+    the leader, a checkpoint is only the part that the node's own ranks have written. The part is taken after the
+    `leader` has announced that the checkpoint is whole, and it may have no files.
     """
 
     def __init__(
@@ -126,35 +130,38 @@ class CommandCheckpoints:
         self._own = ForeignFolder(user)
         self.folder, self.newest, self.committed_at = folder, -1, clock()
         self.newest_is_on_signal = False  # whether the command made the newest commit because it was asked to stop
-        # why the checkpoint of a process that has ended does not count: the process may have left it cut
+        # Why a checkpoint of a process that has ended is not valid: the process may have been ended in the middle of
+        # writing.
         self.doubt = ""
-        self.count = 0  # commits of this start
+        self.count = 0  # number of commits in this start
         self.counted = -1  # the newest step of a checkpoint that this start has made
         self._config, self._user, self._kept = config, user, workdir / CHECKPOINTS
         self._digest, self._gpus = digest, gpus
         self._nodes, self._node, self._leader = nodes, node, leader
-        self._knows_parts = False  # whether it is known which files make up a part
-        self._leaders_step: dict[Key, int] = {}  # checkpoints that the leader has named
-        # Parts that the leader may name. A key stays, with None, when the files are not held any more.
+        self._knows_parts = False  # whether it is known which files belong to a part
+        self._leaders_step: dict[Key, int] = {}  # steps of the checkpoints that the leader has named
+        # Parts that the leader may name. After the files of a part are closed, its key stays, with None.
         self._held: dict[Key, Held | None] = {}
         self._alive, self._writing, self._lines = alive, writing or self._find_written, lines
         self.moment = moment
         self._before: set[int] = set()  # the command's processes at the last look
         self._say, self._clock = say, clock
         self._watched: dict[Key, Watched] = {}
-        self._put_back: dict[Key, FoundCheckpoint] = {}  # restored checkpoints, with their files before the start
-        # committed or restored checkpoints, with their files at that time, and the step
+        # the restored checkpoints, with their files as they were before the start
+        self._put_back: dict[Key, FoundCheckpoint] = {}
+        # Committed or restored checkpoints, with their files at that time and their step.
         self._done: dict[Key, tuple[FoundCheckpoint, int]] = {}
-        # the number in the name of the newest checkpoint; what to add to the number in a name to get the step
+        # The number in the name of the newest checkpoint, and the difference between the step and the number in a name.
         self._number, self._offset = -1, 0
-        self._counts_else = False  # whether the names have turned out to count something other than the run's steps
+        self._counts_else = False  # whether the numbers in names have turned out not to be the run's steps
         self._told: set[str] = set()
         self._evaluated = {-1}  # the steps whose commits contain an evaluation
         self._looked_at = 0.0
         self._copying: tuple[Watched, Future[None]] | None = None
         self._pool = ThreadPoolExecutor(1, "snapshot")
-        self.reason: Reason = "timed"  # the reason that commits get from now on
-        # the time of the signal by the disk's clock, which moves in steps of some ms; inf if no signal was sent
+        self.reason: Reason = "timed"  # the reason that is written into commits from now on
+        # The time of the signal by the clock of the file system, whose steps are some ms long; inf if no signal was
+        # sent.
         self._signalled_at = math.inf
         self._begun_before: set[Key] = set()  # checkpoints that had begun before the signal and were not committed yet
 
@@ -200,7 +207,7 @@ class CommandCheckpoints:
 
     @property
     def restored(self) -> FoundCheckpoint | None:
-        """The checkpoint that was put back before this start; None if there was none."""
+        """The checkpoint that was restored before this start; None if there was none."""
         return next(iter(self._put_back.values()), None)
 
     def place(self, restored: Commit) -> Path:
@@ -214,7 +221,7 @@ class CommandCheckpoints:
         return {"step": restored.step, **(self.restored.counts if self.restored else {})}
 
     def saving(self) -> bool:
-        """Whether a checkpoint is being written now: one of its files is open, or was just written."""
+        """Whether a checkpoint is being written now, because one of its files is open or was written a moment ago."""
         new = [checkpoint for checkpoint in self.find() if self._is_new(checkpoint)]
         writing, recent = self._writing(new) or (), self._clock() - SAVING_S
         return any(
@@ -225,14 +232,16 @@ class CommandCheckpoints:
 
     @property
     def _is_settled(self) -> bool:
-        """Whether gpufleet knows which files a whole checkpoint has."""
+        """Whether gpufleet knows which files a complete checkpoint has."""
         return self.names.are_known or bool(self.names.learned) or (self._node > 0 and self._knows_parts)
 
     def _lacks(self, checkpoint: FoundCheckpoint) -> str:
         return self.names.lacks(checkpoint, is_part=self._node > 0)
 
     def find(self) -> list[FoundCheckpoint]:
-        """Every checkpoint that has begun, the newest last. Warns about each checkpoint that can never be published."""
+        """Every checkpoint that the command has begun to write, the newest last. Warns about each checkpoint that can
+        never be published.
+        """
         checkpoints = self.names.find(self.folder, self._user)
         for name, why in self.names.unfit.items():
             self._say_once(f"warning: {name} does not count, and is never published: {why}")
@@ -247,8 +256,9 @@ class CommandCheckpoints:
         ]
 
     def _find_part(self) -> list[FoundCheckpoint]:
-        """On a node that follows another: its part of the checkpoint announced last; it may have no files. Empty also
-        if the command has deleted the part before it was whole here.
+        """For a node that is not the leader: its part of the checkpoint that was announced last. The part may have no
+        files. The result is empty if there is no such part, or if the command has deleted the part before it was
+        complete.
         """
         there = [checkpoint for checkpoint in self.find() if self._is_new(checkpoint)]
         if self._copying is None:
@@ -279,7 +289,9 @@ class CommandCheckpoints:
         return [part]
 
     def _hold(self, there: Sequence[FoundCheckpoint]) -> None:
-        """Opens the files of the parts that are there. Files that the command has deleted since remain part of it."""
+        """Opens the files of all existing parts. Files that the command deletes later stay readable, and still belong
+        to their part.
+        """
         now = self._clock()
         for checkpoint in there[-MOST_HELD:]:
             held = self._held.get(checkpoint.key) or Held(checkpoint.without_files(checkpoint.files), {}, now)
@@ -305,7 +317,7 @@ class CommandCheckpoints:
                 self._held[key] = None
 
     def _find_again(self, checkpoint: FoundCheckpoint) -> FoundCheckpoint:
-        """The checkpoint as it is on disk now. It has no files if the command has deleted all of them."""
+        """The checkpoint as it is on disk now. The checkpoint has no files if the command has deleted all of them."""
         nothing = checkpoint.without_files(checkpoint.files)
         return next((current for current in self.find() if current.key == checkpoint.key), nothing)
 
@@ -317,8 +329,8 @@ class CommandCheckpoints:
         return leader is None or not leader.ended
 
     def look(self, checkpoints: list[FoundCheckpoint] | None = None) -> None:
-        """Looks for new checkpoints, at most once a second, more often after a stop, and copies one at a time. It is
-        called often and never waits.
+        """Looks for new checkpoints, at most once a second (more often after a stop), and copies one at a time. This
+        method may be called often, and never waits.
         """
         now = self._clock()
         if self._copying is not None and self._copying[1].done():
@@ -337,8 +349,8 @@ class CommandCheckpoints:
         }
         alive = set(self._alive())
         writing = self._writing([watched.found for watched in self._watched.values()]) if self._watched else set()
-        # A process that ends during this look counts as gone now and at the next look, because it may have had a file
-        # open.
+        # A process that ends during this look is treated as ended at this look and at the next one, because it may have
+        # had a file open.
         gone, self._before = bool((self._before | alive) - set(self._alive())), alive
         for watched in (
             self._watched[checkpoint.key] for checkpoint in reversed(checkpoints) if checkpoint.key in self._watched
@@ -348,16 +360,15 @@ class CommandCheckpoints:
                 self._copying = (watched, self._pool.submit(self._snapshot, watched, True))
 
     def end(self, *, by_itself: bool) -> None:
-        """Commits the whole checkpoints that the command has left, after all of its processes have ended. Waits until
-        that is done.
-
-        `by_itself`: the command ended well, so no file is cut. Otherwise a file that was not closed in two looks counts
-        only if its format would show a cut.
+        """Commits the complete checkpoints that exist after all processes of the command have ended. Waits until they
+        are committed. `by_itself`: whether the command ended without an error, so that no file is cut off. If it did
+        not, a file that was not seen closed at two looks is valid only if its format would show a cut.
         """
         self._settle()
         until = self._clock() + LEADER_S
         while self._waits_for_leader() and self._clock() < until:
-            # The leader may have announced a checkpoint whose files are complete; its last message may come late.
+            # The leader may have announced a checkpoint whose files are complete here, and its last message may come
+            # late.
             self._take_whole(by_itself)
             time.sleep(LEAVING_S)
         self._take_whole(by_itself)
@@ -375,7 +386,7 @@ class CommandCheckpoints:
                 by_itself or self._node or self._is_settled or checkpoint is not there[-1]
             ):
                 continue
-            # If a checkpoint was looked at only once, its writer may have ended before that look.
+            # If there was only one look at a checkpoint, the process that wrote it may have ended before that look.
             was_closed = watched.still and watched.since < self._looked_at
             if by_itself or was_closed or self._is_sure(checkpoint):
                 self._copying = (watched, self._pool.submit(self._snapshot, watched, False))
@@ -384,21 +395,25 @@ class CommandCheckpoints:
                     return  # an older checkpoint is not needed any more
 
     def signalled(self) -> None:
-        """Notes that a signal is about to be sent. A save that has begun by now is not an answer to this signal."""
+        """Notes that a signal is about to be sent. A save that has already begun is not an answer to this signal."""
         self._begun_before = {
             checkpoint.key for checkpoint in self.find() if self._done.get(checkpoint.key, (None,))[0] != checkpoint
         }
         self._signalled_at, mark = 0.0, self._kept.parent / ".signalled"
-        with suppress(OSError):  # if the disk is full, only the files' names show what they are
-            mark.touch()  # after the look, because the command goes on saving while it runs
+        with suppress(OSError):  # if the disk is full, there is no mark, and only the names of files can be compared
+            mark.touch()  # written after the look, because the command may save during the look
             self._signalled_at = mark.stat().st_mtime_ns / 1e9
 
     def unanswered(self) -> None:
-        """Notes that the signal ended every process it was sent to, so that no save is an answer to it."""
+        """Notes that the signal has ended every process to which it was sent, so that no save is an answer to the
+        signal.
+        """
         self._signalled_at = math.inf
 
     def prune(self, published: int) -> None:
-        """Deletes the command's older checkpoints, but as many as the definition keeps, and unpublished ones."""
+        """Deletes the command's older checkpoints, except the newest ones, of which the definition gives the number,
+        and except unpublished ones.
+        """
         keep = self._config.checkpoint.keep_on_disk
         if keep is None:
             return
@@ -423,7 +438,7 @@ class CommandCheckpoints:
     def _watch(self, checkpoint: FoundCheckpoint, now: float) -> None:
         before = self._watched.get(checkpoint.key)
         number = -1 if checkpoint.number is None else checkpoint.number
-        # the leader has named it, so this node's file is new
+        # The leader has named this checkpoint, so this node's file is new.
         is_before = self._node == 0 and -1 < number <= self._number
         if is_before and self._is_new(checkpoint) and self._begins_anew(checkpoint):
             self._offset, self._number, self._counts_else, is_before = self.newest, -1, False, False
@@ -436,7 +451,7 @@ class CommandCheckpoints:
             self._watched[checkpoint.key] = Watched(checkpoint, now, now if is_another else before.begun)
 
     def _begins_anew(self, checkpoint: FoundCheckpoint) -> bool:
-        """Whether the names of this start count from the beginning again, which the definition allows."""
+        """Whether the numbers in names begin again in this start, which the definition allows."""
         before = self._put_back.get(checkpoint.key)
         is_anew = before is None or checkpoint.is_anew(before)
         return self._config.resume.check == "none" and self.count == 0 and bool(self._put_back) and is_anew
@@ -449,7 +464,7 @@ class CommandCheckpoints:
             if any((look.device, look.inode) in writing for look in checkpoint.files.values()):
                 watched.still, watched.since = False, now
                 return False
-            # A process that died while it wrote leaves a file that looks closed.
+            # If a process died while it wrote a file, the file looks as if it had been closed.
             watched.doubtful = watched.doubtful or (gone and not watched.still)
             watched.still = not watched.doubtful
         if quiet < (LOOK_S if writing is not None else UNKNOWN_QUIET_S) or now < watched.not_before:
@@ -461,12 +476,15 @@ class CommandCheckpoints:
         if watched.doubtful and not self._is_sure(checkpoint):
             return False
         has_later = checkpoint.number is not None and latest is not None and checkpoint.number < latest
-        # The leader names its first checkpoint only when its ranks have gone on, or after FIRST_QUIET_S. By then the
-        # ranks of other nodes have written their parts too, so that a notice's time is not spent on waiting.
+        # The leader names its first checkpoint only after its ranks have continued to train, or after FIRST_QUIET_S. By
+        # then the ranks of other nodes have written their parts too, so that the other nodes need not wait during a
+        # notice.
         return self._is_settled or has_later or quiet >= (SAVING_S if self._node else FIRST_QUIET_S)
 
     def _is_sure(self, checkpoint: FoundCheckpoint) -> bool:
-        """Whether the format of a checkpoint whose writer has ended would show a cut. Prints a line if it would not."""
+        """Whether the format of a checkpoint whose writer has ended would show a cut. If it would not, prints a
+        line.
+        """
         with suppress(OSError):
             if self.names.shows_a_cut(lambda name: self._own.open(self.folder / name), checkpoint):
                 return True
@@ -483,7 +501,7 @@ class CommandCheckpoints:
         files = set()
         for checkpoint in checkpoints:
             for name, look in checkpoint.files.items():
-                with suppress(OSError):  # removed meanwhile
+                with suppress(OSError):  # the file may have been removed meanwhile
                     is_written = self._own.is_written(self.folder / name)
                     if is_written is None:
                         return None
@@ -492,7 +510,9 @@ class CommandCheckpoints:
         return files
 
     def _snapshot(self, watched: Watched, alive: bool) -> None:
-        """Copies and commits a checkpoint. Raises OSError, or ValueError when it has changed or is cut."""
+        """Copies and commits a checkpoint. Raises OSError, or ValueError if the checkpoint has changed or is
+        cut off.
+        """
         checkpoint, started = watched.found, time.monotonic()
         begun, written = self.moment(checkpoint.first_written), self.moment(checkpoint.written)
         step, is_counted = self._step(checkpoint, self._lines.told_by(begun + ARRIVAL_S).step)
@@ -504,7 +524,7 @@ class CommandCheckpoints:
         on_signal = checkpoint.written > self._signalled_at and checkpoint.key not in self._begun_before
         reason = self.reason
         if reason == "stop" and not on_signal:
-            reason = "timed"  # the command would have made it anyway
+            reason = "timed"  # the command would have made this checkpoint without the signal too
         held = self._held.get(checkpoint.key)
         opened = {} if held is None or not held.is_still else held.files
         try:
@@ -537,7 +557,7 @@ class CommandCheckpoints:
             )
             unfinished.mkdir(parents=True, exist_ok=True)
             atomic.write_json(unfinished / COMMIT, record.to_json())
-            if folder.exists():  # a copy of an earlier start, which will not be resumed
+            if folder.exists():  # an earlier start has left this copy, from which no start will resume
                 shutil.rmtree(folder)
             unfinished.replace(folder)
         except BaseException:
@@ -550,7 +570,7 @@ class CommandCheckpoints:
         self._number, self.count = max(self._number, checkpoint.number or 0), self.count + 1
         self.counted = step if is_counted else self.counted
         self._done[checkpoint.key] = checkpoint, step
-        # the time for which the checkpoint was being written, as far as the looks have shown it
+        # The seconds for which the checkpoint was being written, as far as the looks have shown them.
         blocked_s = max(0.0, written - watched.begun)
         took = time.monotonic() - started
         took_s = round(blocked_s + took, 3)
@@ -561,7 +581,9 @@ class CommandCheckpoints:
         self._say(f"{title} is whole: {size}, copied in {took:.1f} s")
 
     def _point(self, copied: Path, checkpoint: FoundCheckpoint) -> None:
-        """Makes the copy of a companion that names a checkpoint name this one."""
+        """If a companion file contains the name of a checkpoint, writes the name of this checkpoint into the
+        companion's copy.
+        """
         with suppress(UnicodeDecodeError):
             if copied.stat().st_size <= NAME_BYTES:
                 text = copied.read_text()
@@ -569,7 +591,9 @@ class CommandCheckpoints:
                     copied.write_text(own)
 
     def _in_unit(self, checkpoint: FoundCheckpoint) -> int | None:
-        """The number in the checkpoint's name in the run's unit, without `_offset`; None if it cannot be converted."""
+        """The number in the checkpoint's name, converted to the run's unit, without `_offset`; None if it cannot be
+        converted.
+        """
         steps_per_epoch = self._config.work.steps_per_epoch
         if (
             self._config.unit == "step"
@@ -581,19 +605,19 @@ class CommandCheckpoints:
         return checkpoint.counts.get(self._config.unit)
 
     def _step(self, checkpoint: FoundCheckpoint, by_lines: int | None) -> tuple[int, bool]:
-        """The checkpoint's step in the run, and whether a name or a line gives that step. If neither does, the step is
-        the previous one plus one. `by_lines` is the step that lines had shown when the checkpoint's first file was
-        whole.
+        """The checkpoint's step in the run, and whether a name or a line gives that step. If neither gives one, the
+        step is that of the previous checkpoint plus one. `by_lines` is the step that lines had shown when the
+        checkpoint's first file was complete.
         """
         if self._node:
             return self._leaders_step[checkpoint.key], True
         number, counts_epochs = self._in_unit(checkpoint), "step" not in checkpoint.counts
         if counts_epochs and checkpoint.number == 0 and not self.count and not self._put_back:
-            # The number 0 in a name stands for the first epoch.
+            # The number 0 in a name is that of the first epoch.
             self._offset = 1 if self._config.unit == "epoch" else self._config.work.steps_per_epoch or 0
         if number is not None:
             number += self._offset
-            # A number in a name counts as a step only if it is not far above the step at which the checkpoint was
+            # A number in a name is taken for a step only if it is not far above the step at which the checkpoint was
             # begun.
             is_far = by_lines is not None and by_lines >= 2 * number and by_lines - number > 2 * self._lines.spread
             self._counts_else = self._counts_else or is_far
@@ -601,7 +625,9 @@ class CommandCheckpoints:
         return max(-1 if known is None else known, self.newest + 1), known is not None
 
     def _take_evaluation(self) -> None:
-        """Adds an evaluation that came after its checkpoint's commit; the supervisor sends the manifest again."""
+        """Adds an evaluation that came after its checkpoint's commit; the supervisor then publishes the
+        manifest again.
+        """
         if self.newest in self._evaluated or (val := self._lines.val.get(self.newest)) is None:
             return
         self._evaluated.add(self.newest)
@@ -620,7 +646,7 @@ class CommandCheckpoints:
             return
         (watched, copying), self._copying = self._copying, None
         error = copying.exception()
-        if error is None:  # a later overwrite counts as a change
+        if error is None:  # if the files are overwritten later, this is a change
             self._watched.pop(watched.found.key, None)
         else:
             watched.since = self._clock()

@@ -1,4 +1,6 @@
-"""Finds checkpoints that a command has written outside of the declared folder, and the line that would find them."""
+"""Finds checkpoints that a command has written outside of the declared folder, and the line of the definition with
+which they would be found.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from gpufleet.job.command.names import Names
 from gpufleet.job.contract.workdir import KEPT, OUTPUTS, STATE
 from gpufleet.job.kind.command import CommandConfig
 
-FIRST_S, LONGEST_S = 2.0, 60.0  # seconds between two searches: each pause is twice as long as the one before
+FIRST_S, LONGEST_S = 2.0, 60.0  # seconds between two searches: each pause is twice as long as the previous one
 SKIPPED = {".git", "__pycache__", ".venv", "venv", "node_modules", "wandb", "tb", "runs.tb"}
 KEPT_AS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".npz", ".npy", ".pkl", ".h5", ".keras", ".msgpack", ".tar")
 SHOWN = 3
@@ -26,8 +28,8 @@ NO_CHECKPOINT = re.compile(  # paths of files that training programs write besid
 
 
 class Search:
-    """Looks for files that one start has written. `folder` is the declared folder of checkpoints; `moment` converts a
-    file's time to the clock of `began`.
+    """Searches for files that one start has written outside of the declared folder. `folder` is the declared folder of
+    checkpoints; `moment` converts a file's time to the clock of `began`.
     """
 
     def __init__(
@@ -44,8 +46,8 @@ class Search:
         self._at, self._pause, self._answer = began + FIRST_S, FIRST_S, ""
 
     def look(self, now: float, *, at_once: bool = False) -> str:
-        """A sentence that says which files were written elsewhere, and what to write into the definition. Empty if
-        nothing looks like a checkpoint.
+        """A sentence that says which files were written elsewhere, and what to write into the definition. Empty if no
+        file looks like a checkpoint.
         """
         if (now >= self._at or at_once) and self._config.saves:
             self._at, self._pause = now + self._pause, min(2 * self._pause, LONGEST_S)
@@ -85,21 +87,24 @@ class Search:
         return f"write job.checkpoint.folder: '{place}', or {other}"
 
     def _written(self) -> Iterator[Path]:
-        """Files that are new since the start, below the folders that the host sees; the checkpoints' folder comes
-        first. Files whose names cannot be printed or published are left out.
+        """Files that were written after the start of the command, below the folders that the host can see. The declared
+        folder of checkpoints comes first. Files whose names cannot be printed or published are left out.
         """
         for root in (self._folder, self._folders.code, *self._folders.written):
             new = list[Path]()
             for name, look in self._folders.own.files(root, SKIPPED):
                 path = root / name
                 if name.isprintable() and not TEMPORARY.search(path.name) and len(new) < MOST:
-                    with suppress(OSError):  # removed meanwhile, or a link that leads elsewhere
+                    # the file may have been removed meanwhile, or may be a link to another place
+                    with suppress(OSError):
                         if self._moment(look().st_mtime) >= self._began:
                             new.append(path)
             yield from sorted(new, key=lambda path: (path.parent.parts, path.name))
 
     def _matching(self, path: Path) -> str | None:
-        """The folder, in a definition's words, below which the path matches the declared checkpoints, or None."""
+        """The folder below which the path matches the declared checkpoints, as a definition would name it; None if
+        there is none.
+        """
         for text, root in self._roots():
             if path.is_relative_to(root):
                 parts = path.relative_to(root).parts
@@ -121,9 +126,9 @@ def _shown(path: Path, user: Path) -> str:
 
 
 def pattern_of(names: list[str]) -> tuple[str, bool]:
-    """The pattern that matches most of the names, and whether one was found. A number that differs becomes {step} or
-    {epoch}, preferably one that is called a step; other differences become `*`. For files in a numbered folder, the
-    pattern names the folder.
+    """The pattern that matches most of the names, and whether one was found. A number that differs between names
+    becomes {step} or {epoch}, preferably a number that the name calls a step. Other differences become `*`. For files
+    in a numbered folder, the pattern is that of the folder.
     """
     kind = re.sub(r"\d+", "#", names[-1])
     rows = [re.split(r"(\d+)", name) for name in names if re.sub(r"\d+", "#", name) == kind]

@@ -1,4 +1,4 @@
-"""Judges the end of a command by its exit code, its last step and its output. Pure functions.
+"""Decides what the end of a command means, by its exit code, its last step and its output. All functions are pure.
 
 | Exit code | No stop was sent | After a stop |
 |---|---|---|
@@ -7,11 +7,10 @@
 | one of exit.again | another node | stopped |
 | another, or a signal | exit.restarts more starts here, then another node; failed if two ends are alike | stopped |
 
-Two things contradict exit code 0. First, the newest step is further from the declared last step than two printed lines
-are from each other, and the command wrote no output after it. Second, a checkpoint was restored and the start has done
-nothing.
-After a stop, "finished" needs a whole checkpoint of the last step, or an output after it. Without either, the next node
-finds out what is left to do, which costs minutes.
+Two facts contradict exit code 0. First, the newest step is further away from the declared last step than two printed
+lines are from each other, and the command wrote no output after the newest step. Second, a checkpoint was restored and
+the start has done nothing. After a stop, "finished" needs a whole checkpoint of the last step, or an output after it.
+If there is neither, the next node has to find out what is left to do, which costs minutes.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ from typing import Literal
 
 from gpufleet.job.kind.command import CommandConfig
 
-REACHED = 0.99  # this share of the declared steps counts as all of them, because a script may not log the last ones
-REASONS = {  # texts that many programs print
+# if this share of the declared steps is done, the work is treated as done, because a script may not log its last steps
+REACHED = 0.99
+REASONS = {  # causes of an end, and texts by which they are recognised in the output
     "out of memory": re.compile(
         r"out of memory|outofmemory|cublas_status_alloc_failed|failed to cuda malloc|cannot allocate memory"
     ),
@@ -39,19 +39,21 @@ Verdict = Literal["finished", "failed", "again", "elsewhere", "refused", "stoppe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """How one start ended. `code` is an exit code as in a shell; `why` is the reason if gpufleet ended the command."""
+    """How one start ended. `code` is an exit code, as a shell gives it. `why` is the reason if gpufleet ended the
+    command.
+    """
 
     code: int
     step: int
     is_told: bool = True  # whether a line or a checkpoint of this start showed the newest step
     is_read: bool = True  # whether a printed line showed the newest step
-    spread: int = 1  # steps that may have been done after the newest known one
+    spread: int = 1  # number of steps that may have been done after the newest known step
     saved: int = -1  # the step of the newest whole checkpoint
     is_saved: bool = False  # whether this start has left a whole checkpoint
     is_delivered: bool = False  # whether a file was written to the outputs after the last step was reported
     restored: int | None = None  # the step of the checkpoint that was restored for this start
     is_idle: bool = False  # whether the start reported no step, and wrote neither checkpoints nor outputs
-    follows: bool = False  # this node is not the first of several; only the first has to print and save
+    follows: bool = False  # whether this node is not the first of several; only the first one has to print and save
     lines: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()  # lines with numbers that job.progress.stdout does not match
     why: str = ""
@@ -77,7 +79,9 @@ class End:
         return f"{self.what} ended with {phrase} at step {self.step:,}{named}"
 
     def is_like(self, other: End) -> bool:
-        """Whether both ended at the same step for the same cause or, if none is known, with the same last lines."""
+        """Whether both starts ended at the same step for the same cause; if no cause is known, with the same last
+        lines.
+        """
         mine, theirs = ((end.cause,) if end.cause else end.lines for end in (self, other))
         return (self.step, self.code, *map(_plain, mine)) == (other.step, other.code, *map(_plain, theirs))
 
@@ -88,9 +92,8 @@ def _plain(text: str) -> str:
 
 
 def judge(config: CommandConfig, end: End, before: Sequence[End], *, stopped: bool) -> tuple[Verdict, str]:
-    """The verdict and its reason.
-
-    `before` are earlier ends on this node; `stopped` says whether a stop had been sent.
+    """What the end means, and the reason. `before`: the earlier ends on this node. `stopped`: whether the command had
+    been asked to stop.
     """
     if stopped:
         return ("finished" if _is_finished_by_stop(config, end) else "stopped"), end.sentence
@@ -114,14 +117,14 @@ def _is_finished_by_stop(config: CommandConfig, end: End) -> bool:
 
 
 def _contradiction(config: CommandConfig, end: End) -> str:
-    """Why exit code 0 cannot mean that the work is done; empty when it can."""
+    """Why exit code 0 cannot mean that the work is done; empty if it can."""
     if end.follows:
         return ""
     total, unit = config.total, config.unit
     reached = max(end.step if end.is_told else 0, end.saved, end.restored or 0)
     is_reached = False
     if total is not None:
-        last = total - (unit == "step")  # the last step is one less if steps count from 0
+        last = total - (unit == "step")  # the number of the last step is one less if the first step has the number 0
         is_reached = reached >= REACHED * total or reached + end.spread >= last
     if end.restored is not None and end.is_idle and not is_reached and not config.work.early:
         return (
@@ -140,7 +143,7 @@ def _contradiction(config: CommandConfig, end: End) -> str:
 
 
 def _unread(end: End) -> str:
-    """A sentence that no line gave a step, with the last lines that hold numbers; empty if lines have given steps."""
+    """A sentence that says that no line had a step, and shows the last lines with numbers; empty if lines had steps."""
     if end.is_told or not end.unread:
         return ""
     return f". No line matched job.progress.stdout; the last ones with numbers were: {' | '.join(end.unread)}"

@@ -1,4 +1,4 @@
-"""Prepares the folders, placeholders, environment and secrets of a command, and blanks secrets in its output."""
+"""Prepares the folders, placeholders, environment and secrets of a command, and hides secrets in its output."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from gpufleet.job.contract.workdir import CODE, KEPT, NAMED, OUTPUTS, STATE, STO
 from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.kind.command import CommandConfig, filled
 
-PROGRESS = "progress.jsonl"  # file for JSON lines below the user's folder, if the definition names no other
-HIDDEN = 8  # shorter secrets, in characters, are not blanked in the output
+PROGRESS = "progress.jsonl"  # the file for lines of JSON in the user's folder, if the definition names no other file
+HIDDEN = 8  # secrets with fewer characters are not hidden in the output
 BLANK = b"***"
 ALONE = {"nodes": "1", "node_rank": "0", "master": "127.0.0.1", "port": "29400"}  # values for a run on one node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Folders:
-    """The user's folders. Their absolute paths are the same for the host and in the command's container."""
+    """The user's folders. The folders' absolute paths are the same for the host and in the command's container."""
 
     user: Path
 
@@ -34,7 +34,9 @@ class Folders:
 
     @property
     def own(self) -> ForeignFolder:
-        """All of these folders, opened so that the running command cannot redirect a process that works in them."""
+        """The folder that contains all of these folders. The running command cannot redirect a process that opens files
+        in this folder.
+        """
         return ForeignFolder(self.user)
 
     @property
@@ -52,11 +54,13 @@ class Folders:
 
     @property
     def stop_file(self) -> Path:
-        """The file that appears at a stop, for scripts that look for a file instead of catching a signal."""
+        """The file that gpufleet makes when it asks the command to stop, for scripts that look for a file instead of
+        catching a signal.
+        """
         return self.user / STOP
 
     def make(self) -> None:
-        """Makes all of these folders, writable for any user that the command's image runs as."""
+        """Makes all of these folders. Any user can write into them, because the command's image may run as any user."""
         self.user.mkdir(parents=True, exist_ok=True)
         for folder in (self.user, self.code, *self.written):
             self.own.make(folder)
@@ -105,7 +109,7 @@ def variables(
     some_gpus = config.device == "cuda" and config.gpus is not None
     return {
         "PYTHONUNBUFFERED": "1",  # otherwise Python writes its output into a pipe in blocks of 8 KB
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(config.stop.grace_s)),  # torchrun's default is 30 s
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(config.stop.grace_s)),  # by default, torchrun waits only 30 s
         "WANDB_RUN_ID": environment.tracker_id(stack, str(values["run"])),
         "WANDB_RESUME": "allow",
         **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(config.gpus or 0)))} if some_gpus else {}),
@@ -121,9 +125,9 @@ def progress_file(config: CommandConfig, folders: Folders, values: Mapping[str, 
 
 
 def secrets(references: Mapping[str, str], ask: Callable[[str, str], str] | None = None) -> dict[str, str]:
-    """The secrets' values, from the places that the definition names; in a rehearsal they come from the environment.
-    Raises ValueError if a secret does not exist or cannot be read; its text never contains a value. Any other error is
-    a fault of this node.
+    """The values of the secrets, from the places that the definition names; in a rehearsal, from the environment.
+    Raises ValueError if a secret does not exist or cannot be read; the error's text never contains a value. Any other
+    error is due to this node.
     """
     values = {}
     for name, reference in references.items():
@@ -151,9 +155,9 @@ def _asked(kind: str, place: str) -> str:
 
 
 class Mask:
-    """Blanks secret values in the output: each whole value, and each of its lines. If the value is JSON, each text and
-    number in it is blanked too, unless it is so short that it may match by chance. `longest`: bytes of the longest text
-    that is blanked.
+    """Hides secret values in the output: each whole value, and each of its lines. If a value is JSON, each text and
+    number in it is hidden too, unless the text is so short that other output may match it by chance. `longest`: number
+    of bytes of the longest text that is hidden.
     """
 
     def __init__(self, values: Iterable[str]) -> None:

@@ -1,4 +1,6 @@
-"""One start of the host: it starts the command, watches it, asks it to stop, judges its end, and reports it."""
+"""One start of the host: it starts the command, watches it, asks it to stop, decides what its end means, and reports
+the result.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,11 @@ from gpufleet.job.supervisor import machine
 from gpufleet.job.text import counted, printable
 
 TICK_S = 0.1
-CALM_S = 1.0  # between two looks at processes and watchdogs
+CALM_S = 1.0  # seconds between two looks at processes and watchdogs
 LEFTOVER_S = 10.0  # seconds that processes may still run after the command has ended
-HOLD_S = 60.0  # seconds between two messages of a node that is held
+HOLD_S = 60.0  # seconds between two messages while a container is kept for a person
 SETUP, NETWORK, COMMAND = "setup", "network", "command"
-# a rehearsal shows the lines between these two texts
+# A rehearsal shows the lines between these two texts.
 SETUP_BEGINS, SETUP_ENDS = "the set-up begins", "the set-up has ended"
 WHAT = {SETUP: "the set-up", NETWORK: "the pre-flight", COMMAND: "the command"}
 CODES: dict[Verdict, int] = {
@@ -68,7 +70,8 @@ class Host:
         self.values = self.folders.values(run, gpus)
         nodes, self.node = int(self.values["nodes"]), int(self.values["node_rank"])
         if nodes > 1:
-            # A restart would use a checkpoint that the others may not have, so all nodes begin again together.
+            # If only this node restarted its command, it would use a checkpoint that the other nodes may not have. So
+            # all nodes begin again together.
             self.config = replace(self.config, exit=replace(self.config.exit, restarts=0))
         spent = Spent.read(workdir)
         self.variables = variables(
@@ -116,7 +119,7 @@ class Host:
 
     def run(self) -> int:
         """Runs the command, with its restarts, until it is over on this node; returns the exit code."""
-        # The signal comes from the leases of foreign.py; if nothing handles it, it ends this process.
+        # The kernel sends this signal because of the leases in foreign.py. Without a handler it would end this process.
         signal.signal(signal.SIGIO, lambda *_: None)
         self.output.start()
         ends: list[End] = []
@@ -224,12 +227,12 @@ class Host:
         while True:
             now = self.clock()
             self.is_there = self.place.poll()
-            if self.is_there:  # do not start a command that nobody could watch
+            if self.is_there:  # a command that cannot be watched is not started
                 self.scripts.offer()
             self.progress.poll()
             code = self.scripts.code(name) if code is None else code
             refusal = ""
-            if part == COMMAND:  # the commits of a command that has ended are made by `end`
+            if part == COMMAND:  # after the end of a command, `end` makes its commits
                 refusal = start.look(commit=code is None or left_at is not None)
             if why == "":
                 why = self._why_not(start, part, watch, refusal)
@@ -286,8 +289,8 @@ class Host:
         return watch.stuck(self.output.at, self.progress.at)
 
     def _leftover(self, start: CommandStart, code: int | None, now: float, since: float | None) -> float | None:
-        """The moment since when processes have outlived the command; None if no such process exists. The processes may
-        still be saving, so they get some time; after a stop they get all the time that the stop gives.
+        """The moment since which processes have outlived the command; None if there is no such process. Such processes
+        may still be saving, so they are given some time; after a stop, all the time of the stop.
         """
         if code is None:
             return None
@@ -313,7 +316,9 @@ class Host:
         )
 
     def _every_s(self) -> float | None:
-        """Declared seconds between two checkpoints; None if none are declared, or the time of a step is unknown."""
+        """Declared seconds between two checkpoints; None if no interval is declared, or if the time of a step is
+        unknown.
+        """
         every, count = self.config.checkpoint.every, self.config.steps_between_saves()
         if not self.config.saves or every.minutes is not None:
             return math.inf if every.minutes is None else every.minutes * 60
@@ -329,7 +334,9 @@ class Host:
             self.checkpoints.prune(spent.published)
 
     def _ask_to_save(self) -> None:
-        """Asks the command for a save, if the definition has a signal for that: the machine may go away soon."""
+        """Asks the command to save, if the definition has a signal for it, because the machine may be taken
+        away soon.
+        """
         if (self.workdir / SAVE).exists():
             (self.workdir / SAVE).unlink(missing_ok=True)
             if self.config.stop.request is not None:
@@ -356,7 +363,9 @@ class Host:
             say("a process of the command cannot be ended")
 
     def _hold(self, why: str) -> None:
-        """Keeps the failed command's container for `gpufleet shell`, as long as definition and limits allow."""
+        """Keeps the container of a failed command for `gpufleet shell`, as long as the definition and the
+        limits allow.
+        """
         if not self.config.exit.hold_minutes or self.place is None or self.config.device == "cpu":
             return
         until = self.clock() + self.config.exit.hold_minutes * 60
@@ -371,8 +380,9 @@ class Host:
             time.sleep(TICK_S)
 
     def _deliver(self) -> None:
-        """Copies the outputs below final/: those in {outputs} under their names, others under their paths. If there are
-        none, it copies the newest checkpoint. No process of the command is left, so the files no longer change.
+        """Copies the outputs below final/: files in {outputs} under their names, other files under their paths. If
+        there are no outputs, it copies the newest checkpoint. The files do not change any more, because no process of
+        the command exists.
         """
         for text in self.config.outputs:
             try:
@@ -450,12 +460,12 @@ class Host:
 
 
 def write(line: bytes) -> None:
-    """Passes on the command's output."""
+    """Prints the command's output."""
     with suppress(OSError, ValueError):
         sys.stdout.buffer.write(printable(line.decode("utf-8", "replace")).encode())
         sys.stdout.buffer.flush()
 
 
 def say(text: str) -> None:
-    """A line of the host's own."""
+    """Prints a line of the host itself."""
     write(f"{time.strftime('%H:%M:%S', time.gmtime())} host: {text}\n".encode("utf-8", "backslashreplace"))

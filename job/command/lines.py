@@ -1,7 +1,6 @@
-"""Reads one line of a command's output: the position of the training in it, and figures.
-
-The definition's regular expressions match a little more than is written: numbers may have thousands separators, losses
-may be nan or inf, totals may be unknown (`25/?`). progress.py decides which of a script's counters is the training's.
+"""Reads one line of a command's output: the position of the training, and metric values. The definition's regular
+expressions match a little more than they say: numbers may have thousands separators, losses may be nan or inf, totals
+may be unknown (`25/?`). progress.py decides which of a script's counters is that of the training.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ CONTROL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?
 COUNTS, TOTALS, LOSSES = ("step", "epoch", "batch"), ("total", "batches"), ("loss", "val")
 _THOUSANDS = r"[0-9]{1,3}(?:[,_'’][0-9]{3})+(?![0-9])"
 _BAR = re.compile(r"(?P<words>[^|]*?)[0-9]+(?:\.[0-9]+)?%\|")  # as tqdm draws it
-# Words that stand before a progress bar. The words of the first pattern mark a bar of the training, those of the second
+# Words in front of a progress bar. The words of the first pattern mark a bar of the training, those of the second
 # pattern a bar of other work.
 _TRAINS = re.compile(r"\b(steps?|epochs?|iter(ation)?s?|train\w*|batch(es)?|updates?|fine-?tun\w*)\b", re.IGNORECASE)
 _ELSE = re.compile(
@@ -31,16 +30,16 @@ _ELSE = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """The training's position in one line; None for what the line does not show."""
+    """The training's position in one line; a field is None if the line does not show it."""
 
     step: int | None = None
     epoch: int | None = None
     batch: int | None = None
-    batches: int | None = None  # done in this epoch
+    batches: int | None = None  # batches that are done in this epoch
 
     @classmethod
     def from_json(cls, tree: Any) -> Position | None:
-        """The position from what `asdict` wrote; None for anything else."""
+        """The position from an object that `asdict` has made; None for any other value."""
         if not isinstance(tree, dict) or not set(tree) <= set(cls.__slots__):
             return None
         return cls(**tree) if all(count is None or type(count) is int for count in tree.values()) else None
@@ -49,7 +48,7 @@ class Position:
     def is_beginning(self) -> bool:
         """Whether the count is at its beginning.
 
-        A bar may show that before it jumps to the position where a resume continues.
+        After a resume, a bar may show the beginning before it jumps to the restored position.
         """
         counter = self.step if self.step is not None else self.batch
         return counter is not None and counter <= 0
@@ -57,7 +56,9 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counting:
-    """The way in which the run counts, as far as the lines have shown it. It is kept with each checkpoint."""
+    """How the run numbers its steps and epochs, as far as the lines have shown. This numbering is kept with each
+    checkpoint.
+    """
 
     unit: Unit
     batches: int | None = None  # steps in a whole epoch
@@ -71,7 +72,9 @@ class Counting:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any], unit: Unit, batches: int | None) -> Counting:
-        """The counting that a checkpoint has kept. `batches`: the batches in an epoch that the definition states."""
+        """The counting that a checkpoint has kept. `batches`: the number of batches in an epoch, if the definition
+        states it.
+        """
         numbers = ("batches", "base", "interval")
         stored = {key: value if type(value := tree.get(key)) is int else None for key in numbers}
         return cls(
@@ -98,14 +101,16 @@ class Counting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputLine:
-    """The content of a line. `total` is the total of its counter; `words` are the words before its progress bar."""
+    """The content of a line. `total`: the total of the line's counter. `words`: the words in front of its
+    progress bar.
+    """
 
     text: str
     place: Position | None
     total: int | None
     figures: Mapping[str, float]
-    is_other: bool = False  # whether the bar counts something other than training
-    is_doubtful: bool = False  # whether the words before the bar leave open what the bar counts
+    is_other: bool = False  # whether the bar is that of something other than training
+    is_doubtful: bool = False  # whether the words before the bar do not show what the bar is about
 
     @classmethod
     def from_groups(cls, groups: Mapping[str, Any], text: str = "") -> OutputLine:
@@ -146,7 +151,9 @@ class Patterns:
 
 
 def widened(pattern: str) -> re.Pattern[str]:
-    """The pattern with groups that also match what scripts write in addition to plain digits. Raises re.error."""
+    """The pattern with groups that match not only plain digits, but also the other forms of numbers that scripts write.
+    Raises re.error.
+    """
     re.compile(pattern)
     for names, more in (
         (COUNTS, _THOUSANDS),
@@ -186,6 +193,6 @@ def number(value: Any) -> float | None:
         return None
     try:
         made = float(re.sub(r"(?<=[0-9])[,_'’](?=[0-9])", "", value) if isinstance(value, str) else value)
-    except (TypeError, ValueError, OverflowError):  # a whole number in JSON may have any length
+    except (TypeError, ValueError, OverflowError):  # a whole number in JSON may be too long for a float
         return None
     return made if not math.isfinite(made) or abs(made) < 1e15 else None

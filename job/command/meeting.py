@@ -1,4 +1,6 @@
-"""Judges by the numbers of a command's launcher whether the ranks on several nodes train together."""
+"""Decides whether the ranks on several nodes train together, from the numbers that the command's launcher gives to its
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Callable
 from gpufleet.job.kind.command import STATIC
 from gpufleet.job.text import counted
 
-STABLE_S = 10.0  # after so many seconds without a change of the numbers, all ranks of a node have started
+STABLE_S = 10.0  # if the numbers have not changed for this many seconds, all ranks of a node have started
 FLAGS = (
     f"With torchrun write {STATIC}; with accelerate, --num_machines {{nodes}} --machine_rank {{node_rank}}"
     " --main_process_ip {master} --main_process_port {port} --num_processes {ranks} (on a CPU"
@@ -18,7 +20,9 @@ FLAGS = (
 
 
 class Meeting:
-    """Watches one start of a command on one of `nodes` nodes with `gpus` GPUs each. With one node it checks nothing."""
+    """Watches one start of a command on one of `nodes` nodes with `gpus` GPUs each. If there is only one node, it
+    checks nothing.
+    """
 
     def __init__(self, *, nodes: int, gpus: int, clock: Callable[[], float]) -> None:
         self._nodes, self._gpus, self._clock = nodes, gpus, clock
@@ -28,7 +32,9 @@ class Meeting:
         self.why = ""  # why the command is refused; empty if it is not
 
     def look(self, seen: tuple[int, int, bool] | None) -> None:
-        """Takes the numbers of all ranks and of this node's ranks (processes.world), once they stay the same."""
+        """Reads the numbers of all ranks and of this node's ranks (processes.world), and uses them as soon as they have
+        stopped changing.
+        """
         if seen is not None:
             size, here, has_first = seen
             self.has_first = has_first or (self.has_first and size == self._size)
@@ -40,7 +46,7 @@ class Meeting:
             self.settle()
 
     def settle(self) -> None:
-        """Takes the last seen numbers as final."""
+        """Uses the numbers that were read last, even if they have changed lately."""
         if self.is_open and self._size:
             self.is_open = False
             if not self._meets:
@@ -52,11 +58,13 @@ class Meeting:
 
     @property
     def figure(self) -> str:
-        """The ranks that train together, as text; empty when none were seen."""
+        """A text about the ranks that train together; empty if none were seen."""
         return f"{self._size} ranks, {self._here} of them on one node" if self._size and self._meets else ""
 
     @property
     def _meets(self) -> bool:
-        """Whether ranks on the other nodes take part too. A node may have more or fewer ranks than GPUs."""
+        """Whether ranks on the other nodes take part in the training too. A node may have more or fewer ranks than
+        GPUs.
+        """
         least = self._nodes * self._here
         return self._size == least or self._size >= max(least, self._nodes * self._gpus)

@@ -1,5 +1,5 @@
-"""Groups a command's files into checkpoints by their names: which files belong to which step, and whether all are
-there.
+"""Groups a command's files into checkpoints by their names: which files belong to which step, and whether all files of
+a checkpoint exist.
 
 Apart from reading the beginning and end of files, the functions are pure.
 """
@@ -24,23 +24,27 @@ from gpufleet.job.contract import reading
 from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.kind.command import COUNTED, RANK, CommandConfig, filled
 
-ZIPPED = (".pt", ".pth", ".ckpt", ".bin", ".npz", ".zip")  # torch.save's files are zips, recognised by their beginning
+# endings of files that may be zips; the files of torch.save are zips, which are recognised by their first bytes
+ZIPPED = (".pt", ".pth", ".ckpt", ".bin", ".npz", ".zip")
 PICKLED = ".metadata"  # torch.distributed.checkpoint gives this name to its file
-MOST_STEPS = 10**8  # names in ckpt/ have eight digits
+MOST_STEPS = 10**8  # steps must be below this, because names in ckpt/ have eight digits
 MOST_JSON = 64 * 1024 * 1024
-# most bytes of the header of a .safetensors file, as in its library, and of a .metadata file that is parsed
+# The most bytes of the header of a .safetensors file (the limit of its library), and of a .metadata file that is
+# parsed.
 MOST_HEADER = 100_000_000
 Key = tuple[str, int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A file at one look. `renamed`: its inode changed after its last write, as it does when a file is renamed."""
+    """A file at one look. `renamed`: whether its inode changed after its last write, as it does when a file is
+    renamed.
+    """
 
     inode: int
     device: int
     bytes: int
-    written: int  # ns
+    written: int  # time of the last write in ns
     renamed: bool = field(default=False, compare=False)
 
     @classmethod
@@ -51,11 +55,11 @@ class FileState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundCheckpoint:
-    """The files of one checkpoint, by their names below the folder of checkpoints. `inner`: the names below the
-    checkpoint's own folder. `places`: the files themselves, or their folders if the definition names a folder.
+    """The files of one checkpoint, by their paths relative to the folder of checkpoints. `inner`: the paths relative to
+    the checkpoint's own folder. `places`: the files themselves, or their folders if the definition names a folder.
     """
 
-    counts: Mapping[str, int]  # the numbers in its names, by `step` and `epoch`; may be empty
+    counts: Mapping[str, int]  # the numbers in the checkpoint's names, by `step` and `epoch`; may be empty
     folder: str  # the text that matched each `*` in the definition's folders
     files: Mapping[str, FileState]
     inner: Mapping[str, str]
@@ -63,7 +67,7 @@ class FoundCheckpoint:
 
     @property
     def number(self) -> int | None:
-        """The number by which checkpoints are ordered; None if no name contains one."""
+        """The number by which checkpoints are ordered; None if no name contains a number."""
         return self.counts.get("step", self.counts.get("epoch"))
 
     @property
@@ -73,7 +77,9 @@ class FoundCheckpoint:
 
     @property
     def series(self) -> str:
-        """The kind of the checkpoint's folder: exp and exp2 are of the same kind, pretrain and tune are not."""
+        """The name of the checkpoint's folder without its digits: exp and exp2 are the same series, pretrain and tune
+        are not.
+        """
         return re.sub(r"[-_.]?\d+", "", self.folder)
 
     @property
@@ -107,7 +113,9 @@ class FoundCheckpoint:
 
 
 class Names:
-    """The names that a definition gives, and facts about the files that the first whole checkpoint has shown."""
+    """The names of checkpoints' files in a definition, and what the first complete checkpoint has shown about these
+    files.
+    """
 
     def __init__(self, config: CommandConfig, prefix: str = "") -> None:
         """`prefix`: the part of a file's key before its name in the bucket."""
@@ -120,12 +128,13 @@ class Names:
             self._has_parts or any(name.endswith("/") for name in config.names)
         )
         self._sizes: set[tuple[str, int]] = set()
-        self.learned: dict[str, tuple[int, int]] = {}  # for each kind of name: number of files, bytes of the smallest
+        # number of files and bytes of the smallest file, for each kind of name
+        self.learned: dict[str, tuple[int, int]] = {}
 
     def match(self, relative: str) -> tuple[dict[str, int], str, str, str] | None:
-        """Reads a path below the folder of checkpoints. Returns its counts, the text that stands for folders with a
-        `*`, the file or folder that is the checkpoint, and the path below that folder; None if the path belongs to no
-        checkpoint.
+        """Compares a path below the folder of checkpoints with the declared names. Returns the step and epoch in it,
+        the text that stands for folders with a `*`, the file or folder that is the checkpoint, and the path below that
+        folder. None if the path belongs to no checkpoint.
         """
         for pattern, depth in self._patterns:
             if (match := pattern.fullmatch(relative)) is not None:
@@ -138,9 +147,9 @@ class Names:
         return None
 
     def find(self, folder: Path, allowed: Path) -> list[FoundCheckpoint]:
-        """Every checkpoint that has begun, the newest last. The numbers in the names decide; if there are none, the
-        time of writing does. Checkpoints that no store or reader would accept can never be published: they are omitted,
-        and `unfit` lists them. A link's target must lie below `allowed`.
+        """Every checkpoint that the command has begun to write, the newest last. The order is that of the numbers in
+        the names; if there are none, that of the times of writing. Checkpoints that no store or reader would accept can
+        never be published: they are left out, and `unfit` lists them. A link's target must lie below `allowed`.
         """
         made: dict[tuple[str, tuple[tuple[str, int], ...]], list[tuple[str, str, str, FileState]]] = {}
         unfit: dict[tuple[str, tuple[tuple[str, int], ...]], str] = {}
@@ -152,7 +161,7 @@ class Names:
             key = starred, tuple(counts.items())
             try:
                 state = FileState.from_stat(look())
-            except FileNotFoundError:  # removed meanwhile
+            except FileNotFoundError:  # the file was removed meanwhile
                 continue
             except OSError:
                 unfit[key] = f"{reading.show(name)} is a link to no file of the command's folders"
@@ -193,8 +202,8 @@ class Names:
     @staticmethod
     def pointing(text: str, checkpoint: FoundCheckpoint, others: Iterable[FoundCheckpoint]) -> str:
         """The text of a companion for `checkpoint`. DeepSpeed's `latest` contains only the name of a checkpoint's
-        folder, and Megatron's file only its number. Such a text may have been read too early or too late and name
-        another checkpoint; it is changed to name `checkpoint`.
+        folder, and Megatron's file only its number. Such a text may have been read too early or too late, and then
+        names another checkpoint. The text is changed so that it names `checkpoint`.
         """
         words = [(PurePath(place(other)).name, str(other.number)) for other in others if other.places]
         for there in words:
@@ -204,7 +213,7 @@ class Names:
         return text
 
     def _problem(self, name: str, counts: Mapping[str, int]) -> str:
-        """Why a checkpoint with a file of this name cannot be published; empty when it can."""
+        """Why a checkpoint with a file of this name cannot be published; empty if it can be published."""
         if any(count >= MOST_STEPS for count in counts.values()):
             return f"a step has at most eight digits: count in thousands, or give {reading.show(name)} another name"
         try:
@@ -217,8 +226,9 @@ class Names:
         return ""
 
     def lacks(self, checkpoint: FoundCheckpoint, *, is_part: bool = False) -> str:
-        """What is missing from the checkpoint, in words; empty if it is complete. For the part of a node that follows
-        another, earlier parts show which files belong to it: only the leader has the file that completes a checkpoint.
+        """What the checkpoint still lacks, in words; empty if it is complete. For a part of a node that is not the
+        leader, earlier parts show which files belong to it, because only the leader has the file that completes a
+        checkpoint.
         """
         if is_part:
             return self._unlike_learned(checkpoint)
@@ -245,8 +255,8 @@ class Names:
         return ""
 
     def newest(self, checkpoint: FoundCheckpoint, before: FoundCheckpoint | None) -> FoundCheckpoint:
-        """The checkpoint, reduced to the files that were written after `before` was seen. It is reduced only if its
-        names have no number and match several files, and if the new files are a checkpoint by themselves.
+        """The checkpoint, reduced to the files that were written after `before` was seen. This is done only if its
+        names have no number and match several files, and if the new files alone are a complete checkpoint.
         """
         if before is None or checkpoint.number is not None or not self._has_parts:
             return checkpoint
@@ -257,7 +267,9 @@ class Names:
         return newer if newer.files and is_whole else checkpoint
 
     def _last(self, checkpoint: FoundCheckpoint) -> list[str]:
-        """The files that are written last, which show that the others are whole; all files if no such file exists."""
+        """The files that are written last, and so show that the other files are complete; all files if there is no such
+        file.
+        """
         if not self._complete:
             return list(checkpoint.files)
         return [
@@ -265,15 +277,14 @@ class Names:
         ]
 
     def learn(self, checkpoint: FoundCheckpoint) -> None:
-        """Learns from a whole checkpoint: the names from the first one, the sizes from the newest."""
+        """Learns from a complete checkpoint: the names from the first checkpoint, the sizes from the newest."""
         if not self._complete and not self.learned:
             self.learned = _kinds(checkpoint.inner, checkpoint.files)
         self._sizes = {(_kind(name), look.bytes) for name, look in checkpoint.files.items()}
 
     def shows_a_cut(self, opened: Callable[[str], BinaryIO], checkpoint: FoundCheckpoint) -> bool:
         """Whether a cut in the file that was written last would be visible: by its format, by its length in the newest
-        whole checkpoint, or because it was renamed after it was written. `opened` opens a file by its name. Raises
-        OSError.
+        complete checkpoint, or by a rename after it was written. `opened` opens a file by its name. Raises OSError.
         """
         return all(
             _tells_itself(opened, name)
@@ -284,13 +295,15 @@ class Names:
 
 
 def place(checkpoint: FoundCheckpoint) -> str:
-    """The path for {checkpoint}, below the folder of checkpoints: the file, or the folder that holds all files."""
+    """The path for {checkpoint}, relative to the folder of checkpoints: the only file, or the folder that contains all
+    files.
+    """
     return sorted(checkpoint.places)[0]
 
 
 def _pattern(name: str) -> tuple[re.Pattern[str], int]:
-    """The regular expression of a declared name, and how many of its leading folders contain a `*`. The first {step}
-    captures the number and the others must repeat it; the same holds for {epoch}.
+    """The regular expression of a declared name, and the number of folders at its beginning that contain a `*`. The
+    first {step} captures the number and the others must repeat it; the same holds for {epoch}.
     """
     text, seen = "", set[str]()
     for part in re.split(r"(\{(?:step|epoch)(?::[0-9a-z]+)?\}|\{rank\}|\*)", name.rstrip("/")):
@@ -312,12 +325,12 @@ def _title(counts: Mapping[str, int]) -> str:
 
 
 def _kind(name: str) -> str:
-    """The name with its numbers taken out: files that differ only in numbers share it."""
+    """The name without its numbers. Files that differ only in numbers have the same."""
     return re.sub(r"\d+", "#", name)
 
 
 def _kinds(inner: Mapping[str, str], files: Mapping[str, FileState]) -> dict[str, tuple[int, int]]:
-    """For each name with its digits taken out: how many files have it, and the bytes of the smallest."""
+    """For each name without digits: the number of files that have it, and the bytes of the smallest."""
     kinds = {name: _kind(inside) for name, inside in inner.items()}
     counted = Counter(kinds.values())
     return {
@@ -327,7 +340,9 @@ def _kinds(inner: Mapping[str, str], files: Mapping[str, FileState]) -> dict[str
 
 
 def torn(path: Path) -> str:
-    """Why a file cannot be whole, by its format; empty if it is whole, or if its format does not show that."""
+    """Why a file cannot be complete, as its format shows; empty if the file is complete, or if its format does not show
+    this.
+    """
     with path.open("rb") as file:
         return _checked(file, path.name)[0]
 
@@ -339,7 +354,7 @@ def _tells_itself(opened: Callable[[str], BinaryIO], name: str) -> bool:
 
 
 def _checked(file: BinaryIO, name: str) -> tuple[str, bool]:
-    """Why the file cannot be whole, and whether its format would show a cut at all."""
+    """Why the file cannot be complete, and whether its format would show a cut at all."""
     size, head = os.fstat(file.fileno()).st_size, file.read(8)
     suffix = PurePath(name).suffix
     if suffix in ZIPPED:

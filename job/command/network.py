@@ -13,13 +13,15 @@ from gpufleet.job.command.places import Scripts
 from gpufleet.job.contract.messages import Preflight
 
 PROGRAM = "between.py"
-# torchrun may be missing from the path, for example in an environment that is not activated
+# torchrun may be missing on the path, for example if an environment is not activated.
 LAUNCHER = (
     "if command -v torchrun > /dev/null; then set -- torchrun; elif python3 -c 'import torch' 2> /dev/null; then"
     ' set -- python3 -m torch.distributed.run; else exit {}; fi; exec "$@"'
 )
 NO_TORCH = 3
-FURTHER = 500  # added to the command's port, so that ranks of the command and of a pre-flight never reach each other
+# this is added to the command's port, so that the ranks of the command and those of the measurement never connect to
+# each other
+FURTHER = 500
 
 
 def command(scripts: Scripts, values: Mapping[str, str | int]) -> str:
@@ -31,8 +33,8 @@ def command(scripts: Scripts, values: Mapping[str, str | int]) -> str:
 
 
 def read(code: int, lines: Sequence[str], gbps: float, say: Callable[[str], None]) -> Preflight:
-    """The result of the measurement. If the measurement failed, no node is refused. `gbps`: rate of the node's network
-    cards; 0 if unknown.
+    """The result of the measurement. If the measurement failed, the node is not refused. `gbps`: the rate of the node's
+    network cards; 0 if unknown.
     """
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
 """A command's output: splits its bytes into lines, and finds the cause of the command's end.
 
-The cause is the command's first exception after which training did not go on. A launcher's exception is only about the
-process that it started, and the other ranks' exceptions are only about the rank that was lost.
+The cause is the command's first exception after which training did not continue. Later exceptions are not the cause:
+that of a launcher only reports that a process has failed, and those of other ranks only report the lost rank.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from contextlib import suppress
 
 from gpufleet.job.command.lines import CONTROL
 
-LAST = 20  # lines in the message about an end
-LONGEST = 32 * 1024  # longer lines are cut
+LAST = 20  # number of lines in the message about an end
+LONGEST = 32 * 1024  # bytes; longer lines are cut
 FINISH_S = 10.0  # seconds for reading the rest of the pipe
 BAR_S = 10.0  # seconds between two states of a progress bar in the log
 SAMPLES = 3  # number of unread lines with numbers that are kept as samples
-SURVIVED = 3  # an exception with this many steps after it did not end the command
+SURVIVED = 3  # if there are this many steps after an exception, it did not end the command
 
 EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?::|$)")
 LAUNCHERS_OWN = re.compile(r"(ChildFailed|CalledProcess)Error|Process(Exited|Raised)Exception|SignalException")
@@ -39,7 +39,7 @@ PLAIN = re.compile(r"no space left on device|disk quota exceeded|uncorrectable E
 
 
 class CauseOfEnd:
-    """The cause of a command's end, from its lines. `text` is empty before anything went wrong."""
+    """The cause of a command's end, from its lines. `text` is empty as long as there is no possible cause."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -47,7 +47,7 @@ class CauseOfEnd:
         self._is_traced = self._is_chained = False
 
     def take(self, line: str, *, tells_step: bool) -> None:
-        """Takes the next line. `tells_step`: the line reports a step, so training goes on."""
+        """Reads the next line. `tells_step`: whether the line reports a step, which shows that training continues."""
         self._steps += tells_step
         if self.text and self._steps >= SURVIVED:
             self.text, self._weight = "", 0
@@ -70,9 +70,9 @@ class CauseOfEnd:
 
 
 class Output:
-    """The command's output. A thread reads it until `close`. Each byte counts as a sign of life. A line ends at a line
-    feed or a carriage return; of a progress bar only some states are shown. `line` gets each line without control
-    sequences and returns whether it reports a step.
+    """The command's output. A thread reads it until `close`. Each byte is a sign that the command still runs. A line
+    ends at a line feed or a carriage return. Only some states of a progress bar are shown. `line` is called with each
+    line, without control sequences, and returns whether the line reports a step.
     """
 
     def __init__(
@@ -85,7 +85,9 @@ class Output:
         *,
         overlap: int = 0,
     ) -> None:
-        """`overlap`: bytes of the longest text that `blank` replaces, which must not be cut in two."""
+        """`overlap`: number of bytes of the longest text that `blank` replaces, because such a text must not be cut in
+        two.
+        """
         self.at, self._overlap = clock(), overlap
         self.last: deque[str] = deque(maxlen=LAST)
         self.cause, self.unread, self.lines = CauseOfEnd(), deque[str](maxlen=SAMPLES), 0
@@ -110,12 +112,12 @@ class Output:
         self._read_all.wait(FINISH_S)
 
     def close(self) -> None:
-        """Stops reading, after what is in the pipe has been read."""
+        """Reads what is still in the pipe, and then stops reading."""
         self._ended.set()
         self._thread.join()
 
     def take(self, content: bytes) -> None:
-        """Takes more bytes of output."""
+        """Processes further bytes of output."""
         self.at = self._clock()
         *lines, self._rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", self._rest + content)
         if len(self._rest) > LONGEST + self._overlap:
@@ -128,7 +130,7 @@ class Output:
     def _take_line(self, line: bytes) -> None:
         text, is_bar = self._blank(line.rstrip(b"\r\n"))[:LONGEST], not line.endswith(b"\n")
         shown = CONTROL.sub("", text.decode("utf-8", "replace"))
-        plain = self._blank(shown.encode()).decode()  # only now can a secret be recognised as a whole
+        plain = self._blank(shown.encode()).decode()  # a secret can be recognised only in a whole line
         if not plain.strip():
             return
         tells_step = self._line(plain, self.at)

@@ -1,10 +1,10 @@
 """Where a command runs: in a container that the node starts (docs/own-training.md), or as processes of this machine.
 
-In both cases the first process is `sh first.sh`, which outlives the processes that it starts. It reads the name of a
-script from a pipe, runs the script, and writes its exit code to a file. So each start has the packages that the set-up
-installed, and the end of the command does not end a process that still saves. Host and container talk through small
-files in WORKDIR/control/job, the only folder of gpufleet that the container sees; requests to the node are in the
-folder above it.
+In both cases the first process is `sh first.sh`, which goes on after the processes that it starts have ended. This
+process reads the name of a script from a pipe, runs the script, and writes its exit code to a file. So each start has
+the packages that the set-up installed, and the end of the command does not end a process that still saves. Host and
+container exchange small files in WORKDIR/control/job. This is the only folder of gpufleet that the container can see.
+Requests to the node are in the folder above it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ exec sh -ec {command}
 
 
 class Place(Protocol):
-    """The place of the first process. `poll` returns whether that process has started. From then on `alive` gives the
-    ids of the processes below it; `send` sends a named signal to its addressees and returns their number; `kill` ends
-    all and returns whether it could; `world` is processes.world. Each raises GoneError.
+    """The place of the first process. `poll` returns whether that process has started. After that, `alive` returns the
+    ids of the processes below it. `send` sends a named signal to the processes that should get it, and returns their
+    number. `kill` ends all processes, and returns whether it succeeded. `world` is processes.world. Each raises
+    GoneError.
     """
 
     def poll(self) -> bool: ...
@@ -62,7 +63,9 @@ class GoneError(Exception):
 
 
 class Scripts:
-    """The folder of scripts and pipes. The command can write there, so secrets go through pipes only."""
+    """The folder of scripts and pipes. Secrets go only through pipes, because the command can write into this
+    folder.
+    """
 
     def __init__(self, workdir: Path) -> None:
         self.folder = workdir / CONTROL / SCRIPTS
@@ -75,15 +78,16 @@ class Scripts:
         for name in (OUT, NEXT):
             self._own.make_pipe(self.folder / name)
         self._own.write(self.folder / FIRST, FIRST_TEXT.format(folder=shlex.quote(str(self.folder))).encode())
-        # Reading never reaches the end of the pipe, because writers come and go, and it never blocks.
+        # The pipe is opened so that reading never blocks, and never reaches an end, because several processes write
+        # into it one after the other.
         self.out = self._own.open_pipe(self.folder / OUT, os.O_RDWR)
 
     def run(self, name: str, command: str, environment: Mapping[str, str], start: Path) -> None:
-        """Asks the first process to run the command in the folder `start`; `offer` hands it over."""
+        """Asks the first process to run the command in the folder `start`; `offer` then passes the script's name on."""
         folder, quoted = shlex.quote(str(self.folder)), shlex.quote(str(start))
         text = STEP_TEXT.format(folder=folder, name=name, start=quoted, command=shlex.quote(command))
         self._own.write(self.folder / f"{name}.sh", text.encode())
-        self._own.write(self.folder / f"{name}.code", b"", 0o666)  # an image's user may be another one than root
+        self._own.write(self.folder / f"{name}.code", b"", 0o666)  # the user of an image may not be root
         self._own.make_pipe(self.folder / f"{name}.env")
         self.began = False
         self._let_go()
@@ -96,7 +100,7 @@ class Scripts:
         return self.folder / name
 
     def offer(self) -> None:
-        """Writes into each waiting pipe as much as it takes. Raises GoneError if a pipe has been replaced."""
+        """Writes as much as possible into each waiting pipe. Raises GoneError if a pipe has been replaced."""
         while self._waiting:
             path, content = self._waiting[0]
             try:
@@ -124,7 +128,7 @@ class Scripts:
         with suppress(OSError), self._own.open(self.folder / f"{name}.code") as file:
             digits = file.read(16)
             if digits.endswith(b"\n"):
-                # any other content was written by the command
+                # the command has written any other content, which is not trusted
                 return int(digits) % 256 if digits.strip().isdigit() else 1
         return None
 
@@ -171,7 +175,7 @@ class WatchedContainer(NodeContainer):
         if answer is not None and answer.problem:
             raise GoneError(answer.problem)
         if self._watcher is None and answer is not None:
-            with suppress(OSError):  # not there yet
+            with suppress(OSError):  # the socket may not exist yet
                 self._watcher = processes.connect(self._place)
         return self._watcher is not None
 
@@ -211,7 +215,9 @@ class WatchedContainer(NodeContainer):
 
 
 class GuardedProcesses:
-    """Processes of this machine, below a guard that ends with this process. They do not use gpufleet's Python."""
+    """Processes of this machine, below a guard process that ends together with this process. These processes do not use
+    gpufleet's Python.
+    """
 
     def __init__(self, workdir: Path) -> None:
         self._guard = subprocess.Popen(
@@ -249,7 +255,9 @@ class GuardedProcesses:
 
 
 def own_environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """The part of this process's environment that a user's command may see: no keys, and not gpufleet's Python."""
+    """The part of this process's environment that a user's command may see: without keys, and without gpufleet's
+    Python.
+    """
     passed_on = {key: value for key, value in ours.items() if not key.startswith(("AWS_", "GPUFLEET_", "PYTHON"))}
     passed_on.pop("VIRTUAL_ENV", None)
     bins = {str(Path(sys.prefix) / "bin"), str(Path(sys.executable).parent)} - {"/usr/bin", "/usr/local/bin", "/bin"}

@@ -1,9 +1,10 @@
-"""The processes of a command as the kernel shows them: which exist, which catch a signal, and sending signals.
+"""The processes of a command as the kernel shows them: which of them exist, which of them catch a signal. This module
+also sends signals.
 
-As a program, `python -I processes.py PARENT WORD...` is the guard of a command without a container: what it starts
-stays below it and ends when PARENT ends. `python -I processes.py watch FOLDER` runs where the command's processes are
-visible and answers questions about them at a socket in FOLDER. The file uses only the standard library, so that it can
-be started by its path. Without /proc (macOS, in rehearsals) these functions know less.
+As a program, `python -I processes.py PARENT WORD...` is the guard of a command without a container: all processes that
+it starts stay below it, and end when PARENT ends. `python -I processes.py watch FOLDER` runs where the command's
+processes are visible and answers questions about them at a socket in FOLDER. The file uses only the standard library,
+so that it can be started by its path. If there is no /proc (on macOS, in rehearsals), these functions can see less.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ GONE_S = 10.0  # seconds for killed processes to end; a process that waits for a
 KILLED = 137
 SOCKET = "socket"  # a socket of this name in the folder answers questions
 ANSWER_S = 60.0
-# holds the first process's id, in a rehearsal, whose containers share the machine's ids
+# In a rehearsal, this variable has the id of the first process, because the containers of a rehearsal share the
+# machine's ids.
 FIRST_PROCESS = "GPUFLEET_FIRST_PROCESS"
-# Variables by which torchrun, accelerate, DeepSpeed and Lightning, then Open MPI, MVAPICH, MPICH and Intel MPI give a
-# rank the number of ranks, its own, and both within its node; the first that is set counts.
+# Variables by which torchrun, accelerate, DeepSpeed and Lightning, then Open MPI, MVAPICH, MPICH and Intel MPI tell a
+# rank the number of all ranks, its own number, and the same two numbers within its node. The first variable that is set
+# is used.
 SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
 RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
 LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -42,8 +45,8 @@ BY_ACCELERATE = {"ACCELERATE_USE_CPU", "ACCELERATE_DYNAMO_MODE"}
 
 
 def descendants(first: int) -> list[int]:
-    """Processes below `first`, parents before children, without zombies. /proc is read only once: a process that lost
-    its parent between two reads would look like nobody's child.
+    """Processes below `first`, parents before children, without zombies. /proc is read only once: if it were read
+    twice, a process whose parent ended between the two reads would be missed.
     """
     return _walk(first) or _walk(first)
 
@@ -94,12 +97,12 @@ def _parents() -> dict[int, int]:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for the signal, or waits for it."""
+    """Whether the process has a handler for the signal, or waits for the signal."""
     return _is_in_mask(pid, number, "SigCgt:", "SigBlk:")
 
 
 def survives(pid: int, number: int) -> bool:
-    """Whether the process catches, ignores or awaits the signal. If not, it ends and saves nothing."""
+    """Whether the process catches, ignores or awaits the signal. If not, the process ends without a save."""
     return _is_in_mask(pid, number, "SigCgt:", "SigBlk:", "SigIgn:")
 
 
@@ -115,10 +118,11 @@ def _is_in_mask(pid: int, number: int, *masks: str) -> bool:
 def addressees(first: int, number: int) -> list[int]:
     """The processes below `first` to which a signal should be sent.
 
-    If a process catches the signal, it gets it and its children do not: a data loader that died of the signal would
-    make the script's save fail. The ranks of a launcher get the signal directly, because torchrun would pass it on to
-    everything below them, data loaders included. If a process does not catch the signal, such as a shell, it gets the
-    signal and the same rules apply to its children; USR1 and USR2 would only end such a process and are not sent to it.
+    A process that catches the signal gets the signal, and its children do not: if a data loader died of the signal, the
+    script's save would fail. The ranks of a launcher get the signal directly, because torchrun would pass it on to all
+    processes below them, including data loaders. A process that does not catch the signal, such as a shell, gets it
+    too, and the same rules apply to its children. USR1 and USR2 are not sent to such a process, because they would only
+    end it.
     """
     if not KNOWN:
         return descendants(first)
@@ -153,7 +157,8 @@ def world(first: int) -> tuple[int, int, bool] | None:
     environments of the processes below `first`. Returns None if no environment has them, for example if a script sets
     its own variables later.
 
-    Numbers in the environment of a shell or launcher do not count: it replaces them for the ranks that it starts.
+    Numbers in the environment of a shell or launcher are ignored, because it replaces them for the ranks that it
+    starts.
     """
     parents, replaced = _parents(), set[int]()
     numbers = {pid: numbers_of_rank for pid in descendants(first) if (numbers_of_rank := _numbers(pid)) is not None}
@@ -212,7 +217,7 @@ def _send(pids: Iterable[int], number: int) -> None:
 
 
 def kill(first: int) -> bool:
-    """Kills all processes below `first`, including those that are forked meanwhile.
+    """Kills all processes below `first`, including those that they start meanwhile.
 
     Returns False if one of them cannot be killed.
     """
@@ -237,7 +242,9 @@ def _prctl(option: int, value: int) -> None:
 
 
 def guard(parent: int, argv: list[str], die: Callable[[int], None] = os._exit) -> int:
-    """Runs `argv` in its own process group, as the parent of its orphans; returns the exit code, as in a shell."""
+    """Runs `argv` in its own process group, and adopts processes whose parents have ended; returns the exit code, as in
+    a shell.
+    """
 
     def end(*_: object) -> None:
         kill(os.getpid())
@@ -254,7 +261,7 @@ def guard(parent: int, argv: list[str], die: Callable[[int], None] = os._exit) -
 
 
 def watch(folder: Path, first: int) -> NoReturn:
-    """Answers questions about the processes below `first`, one per line, until it is killed."""
+    """Answers questions about the processes below `first`, one question per line, until it is killed."""
     answers: dict[str, Callable[..., object]] = {"alive": alive, "send": send, "kill": kill, "world": world}
     with suppress(FileNotFoundError):
         (folder / SOCKET).unlink()
@@ -271,7 +278,7 @@ def watch(folder: Path, first: int) -> NoReturn:
 
 
 def connect(folder: Path) -> socket.socket:
-    """A connection to the watching process of the folder. Raises OSError when there is none yet."""
+    """A connection to the watching process of the folder. Raises OSError if there is no such process yet."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(ANSWER_S)

@@ -1,8 +1,8 @@
 """Reads a command's progress: from lines to steps, and from steps to metrics.jsonl.
 
-Not every line with a step belongs to the training. The reader ignores lines of another progress bar (recognised by
-words or total), lines whose step goes back or jumps, and all lines once steps have passed the declared last one. If no
-line remains, the names of whole checkpoints give the steps.
+Not every line with a step belongs to the training. The reader ignores three kinds of lines: lines of another progress
+bar (recognised by its words or its total), lines whose step goes back or jumps ahead, and all lines after the steps
+have passed the declared last step. If no lines are left, the steps are taken from the names of complete checkpoints.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gpufleet.job.measured import WARM_UP
 
 FLUSH_S = 1.0  # seconds between two writes to metrics.jsonl
 MOST_READ = 4 * 1024 * 1024  # most bytes of the progress file that are read at once; a longer line is ignored
-JUMP = 100  # a step that is more than this many logging intervals ahead is not believed at once
+JUMP = 100  # a step that is more than this many logging intervals ahead is used only after it is confirmed
 REMEMBERED = 2000
 SLACK = 0.02  # totals and last steps may differ from the declared ones by this share
 
@@ -44,7 +44,7 @@ class Metrics:
         self._path = path
 
     def resume(self, step: int) -> int | None:
-        """Cuts off the lines after `step`. Returns the usual number of steps between lines; None if unknown."""
+        """Removes the lines after `step`. Returns the usual number of steps between two lines; None if unknown."""
         with suppress(FileNotFoundError):
             lines = self._path.read_bytes().splitlines(keepends=True)
             kept_lines = [(line, record) for line in lines if (record := metrics.line(line)) and record["step"] <= step]
@@ -63,7 +63,7 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToldProgress:
-    """The progress that lines had shown by some moment. `step` is a step of the run; None if no line has given one."""
+    """The progress that lines had shown at some moment. `step` is a step of the run; None if no line has given one."""
 
     step: int | None
     counting: Counting
@@ -71,7 +71,7 @@ class ToldProgress:
 
 class StepReader:
     """Reads the command's steps from its output or from its file. `first` is the first position of this start; `at` is
-    the time when a line last gave a step.
+    the time of the newest line with a step.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class StepReader:
         opened: Callable[[Path], BinaryIO] = lambda path: path.open("rb"),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`note` gets a sentence about ignored lines; `alarm` gets a name and a sentence if a loss is not a number.
-        Each sentence comes only once. `opened` opens the progress file, and raises OSError.
+        """`note` is called with sentences about ignored lines, and `alarm` with a name and a sentence if a loss is not
+        a number. Each sentence is passed only once. `opened` opens the progress file, and raises OSError.
         """
         self._opened, self._clock = opened, clock
         self._metrics, self._config, self._note, self._alarm, self._gpus = metrics, config, note, alarm, gpus
@@ -95,7 +95,7 @@ class StepReader:
         self._lock = threading.Lock()
         self.step = self._began = self._offset = self._saved = 0
         self.first: Position | None = None
-        self.val: dict[int, float] = {}  # by step
+        self.val: dict[int, float] = {}  # validation losses by step
         self.at = 0.0
         self.counting = Counting(unit=config.unit)
         self._is_fresh, self._is_begun, self._counts_else = True, False, False
@@ -118,7 +118,9 @@ class StepReader:
         self._offset_of_file = 0
 
     def begin(self, restored: Commit | None, file: Path) -> None:
-        """Begins a start from the restored checkpoint. `file` contains JSON lines, also those of earlier starts."""
+        """Begins a start from the restored checkpoint. `file` contains lines of JSON, including those of earlier
+        starts.
+        """
         step = 0 if restored is None else restored.step
         with self._lock:
             self._flush(self._clock())
@@ -164,7 +166,7 @@ class StepReader:
         return self._is_told and not self._counts_else
 
     def told_by(self, moment: float) -> ToldProgress:
-        """What the lines had shown by that moment."""
+        """The progress that the lines had shown at that moment."""
         with self._lock:
             for at, step, counting in reversed(self._history):
                 if at <= moment and not self._counts_else:
@@ -177,9 +179,9 @@ class StepReader:
             self._events.append(text)
 
     def saved(self, save: Save, written: float, *, is_counted: bool) -> None:
-        """Adds a save to a later line of metrics.jsonl. That line is written once a step has come after `written`,
-        because only then it is known how long the save has blocked the training. If no line gives steps, a save with a
-        number in its name (`is_counted`) counts as a step.
+        """Adds a save to a later line of metrics.jsonl. That line is written only after a step has come after
+        `written`, because only then is it known how long the save has blocked the training. If no lines give steps, a
+        save with a number in its name (`is_counted`) is used as a step.
         """
         with self._lock:
             self._saves.append((save, written))
@@ -195,7 +197,7 @@ class StepReader:
         return line is not None and self._take(line, at)
 
     def poll(self) -> None:
-        """Reads new lines of the progress file, and writes the due records."""
+        """Reads new lines of the progress file, and writes the records that are due."""
         if self._file is not None:
             with suppress(OSError), self._opened(self._file) as file:
                 if file.seek(0, os.SEEK_END) < self._offset_of_file:  # the command has begun the file again
@@ -213,12 +215,12 @@ class StepReader:
                 self._flush(now)
 
     def flush(self) -> None:
-        """Writes the records that wait."""
+        """Writes the records that have not been written yet."""
         with self._lock:
             self._flush(self._clock(), last=True)
 
     def _take(self, line: OutputLine, at: float) -> bool:
-        """Takes a line. Returns whether the line reports a step of the training."""
+        """Processes a line. Returns whether the line reports a step of the training."""
         with self._lock:
             accepted = line.place is not None and self._accept(line, line.place, at)
             if line.place is not None and not accepted:
@@ -239,7 +241,7 @@ class StepReader:
             return accepted
 
     def _accept(self, line: OutputLine, place: Position, at: float) -> bool:
-        """Decides whether the line is a step of the training, which then becomes the newest."""
+        """Decides whether the line reports a step of the training. If so, this step becomes the newest."""
         if self._counts_else or not self._is_of_training(line):
             return False
         if self._is_fresh and self.counting.base is None and place.epoch in (0, 1):
@@ -253,7 +255,8 @@ class StepReader:
             self._remember(place, at, is_newest=True)
             return False
         if self._config.resume.check == "none" and self.first is None and position < self._began - self.spread:
-            self._offset = self._began  # `resume.check: none`: after a resume the command counts this start's steps
+            # with `resume.check: none`, the command begins to number its steps anew after a resume
+            self._offset = self._began
         position += self._offset
         if self._is_beyond(line, position):
             return False
@@ -299,7 +302,9 @@ class StepReader:
         return line.total is None or line.total == self._longest
 
     def _is_beyond(self, line: OutputLine, position: int) -> bool:
-        """Whether the step is beyond the declared end. The second such step shows that lines count something else."""
+        """Whether the step is beyond the declared last step. After the second such step, lines are not used any more,
+        because their numbers are not the run's steps.
+        """
         total = self._config.total
         if total is None or position <= total * (1 + SLACK) + self.spread:
             return False
@@ -370,8 +375,8 @@ class StepReader:
         self._pending, self._events = {}, []
 
     def _step_time(self) -> dict[str, float]:
-        """The entry step_ms, from the times of the lines since the last line of metrics.jsonl. Empty during the
-        warm-up, and if the command has evaluated in between.
+        """The entry step_ms, computed from the times of the lines since the last line of metrics.jsonl. Empty during
+        the warm-up, and if the command has evaluated since that line.
         """
         if self._timed is None or not self._seen or self._seen[-1][1] <= self._timed[1]:
             return {}
@@ -380,9 +385,9 @@ class StepReader:
         return {} if "val_loss" in self._pending else {"step_ms": round((at - since) * 1000 / (step - known), 3)}
 
     def _told_save(self, save: Save, written: float) -> dict[str, Any]:
-        """The save in the form of metrics.jsonl. The time that it has blocked the training is the time between the
-        steps around it, less the time that those steps usually take. The last save before a stop is assumed to take as
-        long as an earlier one.
+        """The save in the form of metrics.jsonl. The save has blocked the training for the time between the step before
+        it and the step after it, minus the time that these steps usually take. The last save before a stop is assumed
+        to take as long as an earlier one.
         """
         blocked_s, pace = save.blocked_s if self._blocked_s is None else self._blocked_s, self._pace()
         around = next(((a, b) for a, b in pairwise(self._seen) if a[0] <= written < b[0]), None)

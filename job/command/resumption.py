@@ -1,4 +1,4 @@
-"""Whether a start resumes from the checkpoint that it was given, judged by its files and its lines.
+"""Decides whether a start resumes from the checkpoint that was restored for it, by its files and its lines.
 
 | The start has | Verdict |
 |---|---|
@@ -9,9 +9,9 @@
 | written the checkpoint that `checkpoint.every` makes the next one, and none before it | goes on |
 | done none of these | not shown |
 
-Names are compared with names, lines with lines; neither is converted into the other. A sign of beginning anew counts
-whenever it comes. After the last step, and in a second training of the same command, lines are about other things and
-prove nothing.
+The numbers in names are compared only with names, and those in lines only with lines. A sign that the start begins anew
+is used at any time. After the last step, and in a second training of the same command, lines prove nothing, because
+they are about something else.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Verdict = Literal["goes on", "begins anew", "not shown", "not looked at"]
 
 
 class ResumeCheck:
-    """Judges one start: `verdict` is the verdict so far, `why` a sentence with the reason."""
+    """The judgement of one start. `verdict`: the verdict so far. `why`: a sentence with the reason."""
 
     def __init__(
         self, config: CommandConfig, restored: Commit, checkpoint: FoundCheckpoint | None, counting: Counting
     ) -> None:
-        """`checkpoint` has the files that were put back; `counting`: what its commit has kept about the lines."""
+        """`checkpoint`: the restored files. `counting`: what the checkpoint's commit has kept about the lines."""
         self.verdict: Verdict = "not shown"
         self.why = "it has printed no step and saved nothing yet"
         self._config, self._restored, self._checkpoint, self._counting = config, restored, checkpoint, counting
         self._interval, total = counting.interval or 1, config.total
-        # If steps count from 0, the last one is one less. After the last step that is due for a line, no other line
-        # comes.
+        # If the first step has the number 0, the number of the last step is one less. After the last step for which a
+        # line is printed, no other line comes.
         last = total - (config.unit == "step") if total is not None else None
         self.is_done = last is not None and (restored.step >= last or restored.step + self._interval > last + 1)
         self._reads_lines = not self.is_done and config.stages < 2
@@ -55,8 +55,8 @@ class ResumeCheck:
         return self.verdict == "not shown"
 
     def look(self, anew: Iterable[FoundCheckpoint], first: Position | None, *, is_over: bool = False) -> Verdict:
-        """Judges by the checkpoints that this start has written and by its first position. `is_over`: the start has
-        ended, and nothing more comes.
+        """Judges by the checkpoints that this start has written and by its first position. `is_over`: whether the start
+        has ended, so that no more files or lines will come.
         """
         if self._config.resume.check == "none":
             self.verdict, self.why = "not looked at", "job.resume.check is none"
@@ -74,7 +74,7 @@ class ResumeCheck:
         elif by_lines == "goes on":
             self._settle("goes on", f"its first line shows {position}")
         elif again and again.number and self._reads_lines and (is_over or first or not self.expects_lines):
-            # A start that resumes within its epoch also writes number 0 again.
+            # A start that resumes in the middle of the first epoch also writes the number 0 again.
             self._settle("begins anew", f"the command wrote {place(again)} again")
         elif again is None and after is not None:
             self._settle("goes on", f"its first checkpoint is {place(after)}")
@@ -110,7 +110,7 @@ class ResumeCheck:
         return before, again, after
 
     def _lines(self, first: Position | None) -> tuple[Verdict, str]:
-        """The verdict that the first line alone allows, and the line's position in words."""
+        """The verdict that follows from the first line alone, and the position of this line in words."""
         if first is None:
             return "not shown", ""
         newest, fresh = self._counting.newest or Position(), self._counting.first or Position()

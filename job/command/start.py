@@ -1,4 +1,4 @@
-"""One start of the command, observed through its files and its lines, not its processes."""
+"""Observes one start of the command through its files and its lines, but not through its processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gpufleet.job.contract.messages import Observed
 from gpufleet.job.contract.workdir import SCALARS
 from gpufleet.job.kind.command import CommandConfig
 
-# seconds between two looks at the files once the resume is judged, and between two writes of observed.json
+# Seconds between two looks at the files after the resume is judged, and seconds between two writes of observed.json.
 LOOK_S = 1.0
 
 
@@ -56,7 +56,9 @@ class CommandStart:
         self._observed, self._observed_at, self._looked_at = Observed(), 0.0, 0.0
 
     def begin(self) -> None:
-        """Notes that the command is about to be started: files of the set-up are not the command's."""
+        """Notes that the command is about to be started. Files that were written before, by the set-up, are not files
+        of the command.
+        """
         self._output.begin()
         self.began, saved = self._clock(), self._checkpoints
         self._search = Search(self._config, saved.names, self._folders, saved.folder, self.began, saved.moment)
@@ -64,7 +66,7 @@ class CommandStart:
     @property
     def refusal(self) -> str:
         """Why no further start can help: the command does not resume from the checkpoint, or each node trains alone.
-        Empty as long as neither is shown.
+        Empty as long as neither is proved.
         """
         resumption = self._resumption
         return self.meeting.why or (
@@ -82,9 +84,10 @@ class CommandStart:
         return self.refusal
 
     def _counts(self, *, is_over: bool = False) -> bool:
-        """Whether a save now belongs to this run. It does not if the start begins anew. If only lines give the step of
-        an overwritten file, the save belongs to the run only once lines have shown that the start resumes. `is_over`:
-        the command has ended well, so no more lines come.
+        """Whether a save that is made now belongs to this run. A save does not belong to the run if the start begins
+        anew. If the step of an overwritten file is known only from lines, the save belongs to the run only after lines
+        have shown that the start resumes. `is_over`: whether the command has ended without an error, so that no more
+        lines will come.
         """
         resumption = self._resumption
         if resumption is None or not self._config.checkpoint.rewritten or self._config.resume.check == "none":
@@ -93,7 +96,7 @@ class CommandStart:
         return not self.refusal and not waits
 
     def end(self, code: int, why: str, part: str) -> End:
-        """Commits the whole checkpoints that the command has left, and returns how the command ended."""
+        """Commits the complete checkpoints that exist at the end of the command, and returns how the command ended."""
         self._progress.poll()
         self._progress.flush()
         is_own = code == 0 and not why
@@ -128,7 +131,7 @@ class CommandStart:
         )
 
     def judge(self, end: End, before: list[End]) -> tuple[Verdict, str]:
-        """The verdict on the end, and a sentence with the reason."""
+        """What the end means, and a sentence with the reason."""
         leaving = self.leaving
         verdict, why = judge(self._config, end, before, stopped=leaving is not None and leaving.signalled)
         if self.refusal:
@@ -136,7 +139,7 @@ class CommandStart:
         return ("stopped" if leaving is not None and verdict != "finished" else verdict), why
 
     def _delivers_after(self, moment: float) -> bool:
-        """Whether an output was written after `moment`, apart from files that a training writes all the time."""
+        """Whether an output was written after `moment`, not including files that a training writes all the time."""
         own = self._folders.own
         for text in self._config.outputs:
             with suppress(ValueError):
@@ -150,7 +153,9 @@ class CommandStart:
         return False
 
     def observe(self, *, is_over: bool = False) -> Observed | None:
-        """New observations of this start, or None. `is_over`: returns all of them, because nothing more comes."""
+        """New observations of this start; None if there are none. `is_over`: whether the start is over; then all
+        observations are returned.
+        """
         now = self._clock()
         if now < self._observed_at + LOOK_S and not is_over:
             return None

@@ -1,4 +1,4 @@
-"""Decides whether a command is asked to stop by a signal, when, and how long the host waits."""
+"""Decides whether and when a command is asked to stop by a signal, and how long the host waits for its end."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from gpufleet.job.contract import done as ends
 from gpufleet.job.contract.messages import Stop
 from gpufleet.job.kind.command import CommandConfig
 
-LAST_S = 3.0  # an unfinished save is given up so many seconds before the machine goes away
-BY_HAND_S = 1740.0  # one minute less than the supervisor waits if a stop has no deadline
+LAST_S = 3.0  # the host stops waiting for an unfinished save this many seconds before the machine is taken away
+BY_HAND_S = 1740.0  # seconds to wait if a stop has no deadline; one minute less than the supervisor waits
 
 
 class Leaving:
-    """One stop of the command. `signalled`: the signal was sent. `ended`: why the command was killed, or ""."""
+    """One stop of the command. `signalled`: whether the signal was sent. `ended`: why the command was killed; empty if
+    it was not.
+    """
 
     def __init__(self, config: CommandConfig, stop: Stop, now: float, newest: int) -> None:
         self.signalled, self.ended = False, ""
         self._config, self._stop, self._asked_at, self._newest = config, stop, now, newest
         saves, rules = config.saves_on_signal, config.stop
         by_hand = stop.reason == ends.STOPPED
-        # A command that does not save on a signal, or not in time, gets no signal, because it may still save by itself.
+        # If the command does not save on a signal, or not in time, no signal is sent to it, because it may still save
+        # by itself.
         late = stop.deadline is not None and not stop.save
         self._waits = late or (saves is False and (stop.deadline is not None or by_hand))
         if stop.deadline is not None:
@@ -48,10 +51,9 @@ class Leaving:
         send: Callable[[str], None],
         say: Callable[[str], None],
     ) -> str:
-        """Sends the signal when it is time. Returns the reason to kill the command now; empty while the host waits.
-
-        `saving`: a checkpoint is being written. `committed`: the newest commit. `on_signal`: the command made that
-        commit because of the signal.
+        """Sends the signal when it is time. Returns the reason to kill the command now; empty if there is none yet.
+        `saving`: whether a checkpoint is being written. `committed`: the newest commit. `on_signal`: whether the
+        command made that commit because of the signal.
         """
         if not self.signalled and not self._waits and not saving():
             self.signalled = True

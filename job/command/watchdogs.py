@@ -1,4 +1,4 @@
-"""Watches a running command for a standstill, idle GPUs and missing checkpoints."""
+"""Watches a running command, and notices if it is stuck, if its GPUs are idle, or if checkpoints are missing."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.gpus import Sampler
 
 ASK_S = 60.0  # seconds between two looks at GPUs and folders
-ALIVE_S = 300.0  # after so many seconds without output, the host reports to the supervisor that the command still works
-IDLE_S = 1800.0  # after so many seconds without use of a GPU, a warning says what the idle GPUs have cost
+# after this many seconds without output, the host reports to the supervisor that the command still works
+ALIVE_S = 300.0
+IDLE_S = 1800.0  # after this many seconds in which no GPU was used, a warning says what the idle GPUs have cost
 LATE = 3  # a checkpoint is late after this multiple of its interval
-# a checkpoint is late after so many seconds if its interval is in steps and the time of a step is unknown
+# If the interval is in steps and the time of a step is unknown, a checkpoint is late after this many seconds.
 FIRST_LATE_S = 1800.0
 
 
 class StartWatch:
-    """Watches one start. `spent` gives the dollars so far, None if unknown. `folders` are below `own`."""
+    """Watches one start. `spent` returns the dollars so far; None if unknown. `folders` are below `own`."""
 
     def __init__(
         self,
@@ -41,7 +42,9 @@ class StartWatch:
         self._idle_told = self._late_told = False
 
     def stuck(self, output_at: float, step_at: float) -> str:
-        """Why the command counts as stuck: no output, step, file or use of a GPU for too long. Empty if it does not."""
+        """Why the command is taken to be stuck: for too long, it has written no output, step or file, and has used no
+        GPU. Empty if it is not stuck.
+        """
         now = self._clock()
         quiet = now - max(self._began, output_at, step_at)
         if quiet < ALIVE_S and quiet < self._silence_s / 2:
@@ -62,7 +65,7 @@ class StartWatch:
         return ""
 
     def look(self, committed_at: float, step_at: float) -> None:
-        """Warns of states that cost money but are no reason to end the command."""
+        """Warns of states that cost money but for which the command is not ended."""
         now, gpus = self._clock(), self._gpus
         if gpus is not None and self._busy() == 0:
             if self._idle_from is None or self._idle_from[0] != gpus.used_at:
@@ -88,7 +91,9 @@ class StartWatch:
         self._note(text)
 
     def _look_at_files(self) -> tuple[int, int]:
-        """A value that changes when the command writes a file. It does not depend on a clock, which may be set."""
+        """A value that changes when the command writes a file. The value does not depend on a clock, which may
+        be set.
+        """
         count = times = 0
         for folder in self._folders:
             for _, look in self._own.files(folder):

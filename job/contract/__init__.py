@@ -1,1 +1,3 @@
-"""Typed documents that one process writes and another one reads: each document's reader stands beside its writer."""
+"""Typed documents that one process writes and another one reads: the function that reads a document is beside the one
+that writes it.
+"""

@@ -1,10 +1,9 @@
 """A node's reports: attempts/<instance>.json, written at boot and after each change, and lines of
 heartbeat/<instance>.jsonl.
 
-The node writes a record first, the supervisor adds to it. Other nodes read record and heartbeats: anybody with access
-to the bucket may have written these, so impossible values are reported, set aside and count as missing.
-
-The node's own Python reads this file: nothing newer than 3.9 here.
+The node first writes a record, and the supervisor adds to it. Other nodes read records and heartbeats. Anybody with
+access to the bucket may have written them, so impossible values are reported and treated as missing. The node's own
+Python reads this file, so it must work with Python 3.9.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from gpufleet.job.contract.reading import DoubtError, Fields, Moment, Seconds, S
 SUPERSEDED = "fallback"  # reason of the exit of a spot node whose run continues on demand
 SLOW = "slow"  # the end of a node for which others wait so long that a replacement is cheaper
 UNREAD = ("attempt", "supervised_at", "ranks", "machine", "compiled")  # fields that no other node reads
-Aside = Callable[[str], None]  # gets a sentence about each value that is set aside
+Aside = Callable[[str], None]  # is called with a sentence about each value that is treated as missing
 
 
 def _time(value: Any) -> str:
@@ -32,7 +31,7 @@ def _key(value: Any) -> str | None:
     return reading.text(value) or None
 
 
-Time = Annotated[str, _time]  # UTC, ISO
+Time = Annotated[str, _time]  # a time in UTC, in ISO format
 Market = Annotated[str, reading.choice("spot", "on-demand")]
 Key = Annotated[str, _key]  # a key of the bucket
 
@@ -47,7 +46,7 @@ class Node:
     launched_at: float
     pulled_s: str = ""  # seconds that the node took to pull its images; empty if unknown
     address: str = ""  # the address at which the run's other nodes reach this node; empty if there are none
-    capacity: str = ""  # spot or on-demand; empty if it is the run's
+    capacity: str = ""  # spot or on-demand; empty if it is the market of the run
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str], now: float) -> Node:
@@ -66,20 +65,22 @@ class Node:
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat: the training's position, and the cost of attempt and run by then. None: unknown at that time."""
+    """A heartbeat: the training's position, and the cost of attempt and run by then. A field is None if it was unknown
+    at that time.
+    """
 
-    ts: str = ""  # UTC, ISO
+    ts: str = ""  # in UTC, in ISO format
     step: Step = 0
     phase: str | None = None
     loss: float | None = None
     tok_s: float | None = None
     step_s: Seconds | None = None
-    spent_usd: Decimal | None = None  # the run's cost
+    spent_usd: Decimal | None = None  # the run's cost so far
     attempt_usd: Decimal | None = None
     attempt_s: Decimal = Decimal(0)  # billed seconds
     lived_s: Decimal | None = None
     compute_usd: Decimal | None = None
-    usd_per_hour: Decimal | None = None  # for compute
+    usd_per_hour: Decimal | None = None  # the price of compute
     ceiling_s: Decimal | None = None  # seconds billed at the highest possible spot price
     gpu_util: float | None = None  # percent, of the least busy GPU
     gpu_mem_gb: float | None = None  # memory used on the fullest GPU
@@ -103,7 +104,7 @@ class Exit:
     code: int
     reason: str
     notice: bool = False  # whether AWS gave notice
-    at: str | None = None  # UTC, ISO
+    at: str | None = None  # in UTC, in ISO format
     ends_at: str | None = None  # the time of the end in AWS's notice
 
     def to_json(self) -> dict[str, Any]:
@@ -127,7 +128,9 @@ class Exit:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the supervisor finds on its node. None means unknown or absent."""
+    """The hardware and software that the supervisor finds on its node. None means that something is unknown or
+    absent.
+    """
 
     gpu: str | None = None
     gpu_count: int = 0
@@ -135,26 +138,26 @@ class Hardware:
     driver: str | None = None
     cpus: int | None = None
     python: str | None = None
-    versions: Mapping[str, str] = field(default_factory=dict)  # of packages
+    versions: Mapping[str, str] = field(default_factory=dict)  # versions of packages
 
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """attempts/<instance>.json. None or an empty text means not known (yet), and is not written."""
+    """attempts/<instance>.json. A field that is not known (yet) is None or empty, and is not written."""
 
-    # Fields of the node.
+    # Fields that the node writes.
     instance: str = ""
     type: str = ""
     zone: str = ""
-    capacity: Market = ""  # empty if it is the run's
+    capacity: Market = ""  # empty if it is the market of the run
     launched_at: Time = ""
     booted_at: str = ""
-    manifest_at_boot: Key | None = None  # key of the newest manifest at boot
-    # When other nodes ended, in epoch seconds, kept because AWS forgets it. For a node without a record the launch is
-    # kept too.
+    manifest_at_boot: Key | None = None  # the key of the newest manifest when the node booted
+    # The times at which other nodes ended, in epoch seconds. They are kept because AWS shows them only for two days.
+    # For a node without a record, the time of its launch is kept too.
     ended: Mapping[str, Moment] = field(default_factory=dict)
     untold: Mapping[str, Moment] = field(default_factory=dict)
-    # Fields of the supervisor.
+    # Fields that the supervisor writes.
     attempt: int | None = None  # the attempt's number in the run, from 1
     supervised_at: str = ""
     pulled_s: Decimal | None = None  # seconds for pulling the images
@@ -163,13 +166,13 @@ class AttemptRecord:
     resumed_step: Step | None = None
     started_s: Decimal | None = None  # seconds from launch to the trainer's first step
     rung: int | None = None
-    floor: int | None = None  # the rung at which to begin: memory ran out on the one above
-    results: bool = False  # a later stage has left results
+    floor: int | None = None  # the rung at which a node has to begin, because memory ran out on the rung above
+    results: bool = False  # whether a phase after training has left results
     reclaimed: Mapping[str, bool] = field(default_factory=dict)  # whether AWS took each earlier node, by instance
-    preflight: Mapping[str, Any] | None = None  # as in messages.Preflight
-    compiled: Mapping[str, Any] | None = None  # by phase
-    alarm: str = ""  # the newest messages.Alarm
-    # Field of the node or the supervisor, whichever ends first.
+    preflight: Mapping[str, Any] | None = None  # the fields of messages.Preflight
+    compiled: Mapping[str, Any] | None = None  # the compilation, by phase
+    alarm: str = ""  # the text of the newest messages.Alarm
+    # A field that the node or the supervisor writes, whichever ends first.
     exit: Exit | None = None
 
     @property
@@ -189,7 +192,7 @@ class AttemptRecord:
             if value is not None and value is not False and value not in ("", {})
         }
         if self.booted_at:
-            entries["manifest_at_boot"] = self.manifest_at_boot  # null: there was no heartbeat
+            entries["manifest_at_boot"] = self.manifest_at_boot  # null means that there was no heartbeat
         return {**entries, **(asdict(self.machine) if self.machine else {})}
 
     @classmethod
@@ -200,7 +203,7 @@ class AttemptRecord:
 
 
 def last_beat(lines: bytes | None, aside: Aside) -> Beat | None:
-    """The newest credible heartbeat of a file; None if there is none."""
+    """The newest valid heartbeat in a file; None if there is none."""
     for line in reversed((lines or b"").splitlines()):
         try:
             return Beat.from_json(reading.parse(line))
@@ -210,7 +213,7 @@ def last_beat(lines: bytes | None, aside: Aside) -> Beat | None:
 
 
 def record(content: bytes | None, aside: Aside) -> AttemptRecord:
-    """A node's record; an empty one if there is none that is credible."""
+    """A node's record; an empty record if there is no valid one."""
     try:
         tree = {} if content is None else reading.parse(content)
     except DoubtError as error:

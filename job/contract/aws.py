@@ -10,13 +10,13 @@ OWN_TAGS = (
     "gpufleet:stack",
     "gpufleet:run",
     "gpufleet:owner",
-)  # the tags on everything that a run owns (infra: tags.py)
+)  # the tags of all resources of a run (infra: tags.py)
 FLEET_TAG = "aws:ec2:fleet-id"  # a tag that AWS puts on a fleet's instances
 THERE = ("pending", "running", "shutting-down", "stopping", "stopped")  # states of an instance that has not ended
 LAUNCHED, ENDED = "launched", "terminated"  # a node's events in a fleet's history (EC2 API, EventInformation)
 # The switch to on demand comes before the last possible moment: one interval between checkpoints earlier, and this
-# margin. The margin is for a spot node that hands over while it trains, and for the five minutes by which a move of the
-# schedule's hour may lag.
+# margin. The margin is needed for two reasons: a spot node saves and leaves while it trains, and the time of the
+# schedule may be moved up to five minutes late.
 HANDOVER_S, SWITCH_MARGIN_S = 600, 900
 SWITCH = "switch"  # the schedule that starts the on-demand fleet
-SILENCE = "silence"  # the schedule that sends a message when nothing has trained for long
+SILENCE = "silence"  # the schedule that sends a message if no node has trained for a long time

@@ -1,5 +1,5 @@
-"""Keys in a stack's bucket: a run's objects lie below <run>/, shared objects beside that folder. workdir.py has the
-names that bucket and work folder share, commit.py the names of a checkpoint's parts.
+"""Keys in a stack's bucket: a run's objects are below <run>/, and shared objects are beside that folder. The names that
+are the same in bucket and work folder are in workdir.py, and the names of a checkpoint's parts in commit.py.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from typing import NamedTuple
 
 from gpufleet.job.contract import workdir
 
-# Below the run's prefix.
-DONE = workdir.DONE  # the object that is written last: the run is over
-ASKED = workdir.STOP  # `gpufleet stop` asks the run to end
-FALLBACK = "fallback.json"  # the first node on demand takes the run over: spot nodes save and leave
-# names of the manifest of a published checkpoint, and of one that does not verify
+# Keys below the run's prefix.
+DONE = workdir.DONE  # the object that is written last, which says that the run is over
+ASKED = workdir.STOP  # `gpufleet stop` writes this object to ask the run to end
+# written by the first on-demand node, which takes the run over; spot nodes then save and end
+FALLBACK = "fallback.json"
+# The names of the manifest of a published checkpoint, and of the manifest of a checkpoint whose files do not match it.
 MANIFEST, REJECTED = "manifest.json", "rejected.txt"
 ATTEMPTS, HEARTBEATS, BOOT_LOGS = "attempts/", "heartbeat/", "boot/"
 GANG = "gang/"  # for a run on several nodes: which nodes exist, and which train together
-FLEETS = "known_fleet/"  # exists once the program has made the fleet, which the stack's state then names
+# an object with the fleet's id exists here after the program has made the fleet, so that the stack's state names it
+FLEETS = "known_fleet/"
 CHECKPOINTS, EXPORTS, FINAL, STAGES, SCALARS = (
     f"{folder}/" for folder in (workdir.CHECKPOINTS, workdir.EXPORTS, workdir.FINAL, workdir.STAGES, workdir.SCALARS)
 )
@@ -29,7 +31,7 @@ LET_GO_KEY = re.compile(rf"{GANG}(\d{{6}})\.let_go_(\d{{3}})\.json")
 PRESENCE_KEY = re.compile(rf"{GANG}nodes/([\w.-]+)\.json")
 _NODE_KEY = re.compile(rf"{ATTEMPTS}([\w.-]+)\.json|{HEARTBEATS}([\w.-]+)\.jsonl")
 
-# Beside the runs: no run may have these names.
+# Keys beside the folders of runs. No run may have one of these names.
 INPUTS, GRAPHS = workdir.INPUTS, workdir.GRAPHS
 ARCHIVE, CODE = "job.tar.gz", "code.tar.gz"  # gpufleet's job package and a command's code, below inputs/<its sha256>/
 
@@ -66,7 +68,7 @@ def generation_key(number: int) -> str:
 
 
 def let_go_key(number: int, count: int) -> str:
-    """The key of the message that waiting nodes leave, by generation and count."""
+    """The key of the message that waiting nodes will end, by generation and by the number of such messages."""
     return f"{GANG}{number:06d}.let_go_{count:03d}.json"
 
 
@@ -83,8 +85,8 @@ def node_of(key: str) -> str | None:
 
 class CheckpointPlace(NamedTuple):
     """The place of a checkpoint's files. With several nodes, each generation has its own folder below the step's, so
-    that no generation overwrites another's files. With one node the number is 0, the step's own folder, or one more
-    than that of a node that published the same step before.
+    that no generation overwrites the files of another. With one node, the number is 0, which stands for the step's own
+    folder; if a node has already published the same step, it is one more than that node's number.
     """
 
     step: int
@@ -106,7 +108,7 @@ class CheckpointPlace(NamedTuple):
         return f"{self.prefix}node_{node:03d}/" if node else self.prefix
 
     def part(self, node: int) -> str:
-        """The key of the list of that node's files; a file that no list names does not count."""
+        """The key of the list of that node's files; a file that is in no list does not belong to the checkpoint."""
         return f"{self.prefix}node_{node:03d}.json"
 
 
@@ -123,8 +125,8 @@ def published(keys: Iterable[str]) -> list[CheckpointPlace]:
 
 
 def has_one_writer(key: str) -> bool:
-    """Whether only one node ever writes this key, so that a put needs no condition: the key has that node's name, or is
-    in the folder of a generation, which one node leads.
+    """Whether only one node ever writes this key, so that a put needs no condition. This is so if the key contains that
+    node's name, or is in the folder of a generation, which has only one leader.
     """
     place = checkpoint_place(key)
     is_file = place is not None and place.generation > 0 and key != place.manifest
@@ -132,5 +134,7 @@ def has_one_writer(key: str) -> bool:
 
 
 def input_key(sha256: str, file: str = "") -> str:
-    """The key of an input's file, by the input's hash, so that runs share it. Without `file`: the input's prefix."""
+    """The key of a file of an input. The key contains the input's hash, so that runs share the file. If no `file` is
+    given, the input's prefix.
+    """
     return f"{INPUTS}/{sha256}/{file}"

@@ -1,7 +1,7 @@
 """A checkpoint's documents: commit.json on the disk, manifest.json and best.json in the bucket.
 
-commit.json is the last file that the trainer writes into a folder. The supervisor publishes it with sha256, run and
-cost as manifest.json, and turns a manifest back into commit.json when it downloads one.
+commit.json is the last file that the trainer writes into a folder. The supervisor adds hashes, run and cost to it and
+publishes it as manifest.json. When the supervisor downloads a checkpoint, it turns the manifest back into commit.json.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from gpufleet.job.contract.workdir import step_folder
 
 Reason = Literal["timed", "best", "stop", "boundary", "final"]
 COMMIT, BEST = "commit.json", "best.json"
-# the supervisor's mark in a checkpoint's folder during an upload: the trainer leaves that folder alone
+# The supervisor writes this mark into a checkpoint's folder during an upload, so that the trainer does not change the
+# folder.
 HELD = ".uploading"
 SCHEMA = 1
-OF_COMMANDS = ("lines", "node", "borrowed", "named_by")  # omitted if empty
+OF_COMMANDS = ("lines", "node", "borrowed", "named_by")  # fields that are omitted if they are empty
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retry:
-    """Training diverged at one step, and resumed from another step's checkpoint at lower rates."""
+    """Training diverged at one step, and resumed from the checkpoint of another step with lower learning rates."""
 
     lost_at: Step
     from_step: Step
@@ -41,23 +42,25 @@ class Commit:
 
     step: int
     config_sha256: str
-    files: tuple[tuple[str, int], ...] = ()  # names below the checkpoint's folder, with bytes
+    files: tuple[tuple[str, int], ...] = ()  # names relative to the checkpoint's folder, with sizes in bytes
     reason: Reason = "timed"
     phase: str = ""
-    goes_on_from: int  # `step` or, if the phase ended early, the last step that the phase could have had
+    # the step from which training continues: `step`, or, if the phase ended early, the last step that the phase could
+    # have had
+    goes_on_from: int
     tokens: int = 0
     val_loss: float | None = None
     determinism: dict[str, Any] = field(default_factory=dict)
-    dataset: dict[str, str] = field(default_factory=dict)  # sha256, source
-    requires: tuple[Name, ...] = ()  # exports that must be uploaded before this checkpoint counts
+    dataset: dict[str, str] = field(default_factory=dict)  # the dataset's sha256 and source
+    requires: tuple[Name, ...] = ()  # exports that must be uploaded before this checkpoint is valid
     base_weights: str | None = None
     retries: tuple[Retry, ...] = ()  # divergences in the run so far, oldest first
     torch: str = ""
     world_size: int = 1
-    # for a command: the facts from its output, job/command/lines.py
+    # For a command: the facts from its output (job/command/lines.py).
     lines: dict[str, Any] = field(default_factory=dict)
-    # For a command on several nodes.
-    node: int = 0  # rank of the node whose part this is; 0: the leader's part, or a whole checkpoint
+    # Fields for a command on several nodes.
+    node: int = 0  # rank of the node whose part this is; 0 for the leader's part, and for a whole checkpoint
     borrowed: tuple[Name, ...] = ()  # names of files that other nodes wrote
     named_by: str = ""  # the leader's file by whose name the other nodes find their own files
 
@@ -107,7 +110,7 @@ class Published:
     instance: str
     spent_usd: str
     spent_s: str
-    published_at: str  # UTC, ISO
+    published_at: str  # in UTC, in ISO format
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,8 +134,8 @@ class Manifest:
         return {self.place.part_prefix(node) + file.name: file for node, files in parts for file in files}
 
     def read_by(self, node: int, of_rank: Callable[[str], bool]) -> dict[str, InputFile]:
-        """The files that a node needs, by key: its own files, and other nodes' files that are not for their rank alone.
-        Of two files with one name the node gets its own.
+        """The files that a node needs, by key: its own files, and those files of other nodes that are not only for one
+        rank. If two nodes have a file with the same name, the node gets its own file.
         """
         own = node if node <= len(self.parts) else 0
         by_name: dict[str, tuple[str, InputFile]] = {}
@@ -185,7 +188,7 @@ class Best:
 
     @classmethod
     def from_bytes(cls, content: bytes | None) -> Best | None:
-        """The document; None if it is missing or damaged: the next better step replaces it."""
+        """The document; None if it is missing or damaged. The next better step replaces a damaged document."""
         try:
             tree = reading.parse(content or b"")
             fields = Fields(tree)
@@ -201,7 +204,7 @@ class Best:
 
 
 def read(folder: Path) -> Commit | None:
-    """The commit of a checkpoint's folder. None if there is no credible one: then the checkpoint does not exist."""
+    """The commit of a checkpoint's folder. None if there is no valid commit; then the checkpoint does not exist."""
     try:
         return Commit.from_json(atomic.read_object(folder / COMMIT) or {})
     except DoubtError:

@@ -1,7 +1,6 @@
-"""done.json says that the run is over, and why. The supervisor writes this document last; the node writes it if no job
-could. Before that, `gpufleet stop` may write stop.json, which asks the run to end.
-
-The node's own Python reads this file: nothing newer than 3.9 here.
+"""done.json says that the run is over, and why. The supervisor writes this document last; if no job could write it, the
+node does. Before that, `gpufleet stop` may write stop.json, which asks the run to end. The node's own Python reads this
+file, so it must work with Python 3.9.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from gpufleet.job import atomic
 
 SCHEMA = 1
 
-# Reasons. From the supervisor:
+# Reasons that the supervisor writes:
 FINISHED = "finished"
-FAILED = "failed"  # for good
+FAILED = "failed"  # the run cannot succeed on any node
 MAX_USD, MAX_HOURS, DEADLINE = "max_usd", "max_hours", "deadline"  # the run's limits
 EXPIRY = "expiry"  # the expiry of the fleet: AWS then ends the node, with or without a notice
-STOPPED = "stopped"  # by hand
+STOPPED = "stopped"  # a person has stopped the run
 # Reasons that the node writes, if the job could not write done.json:
-BOOT_LOOP = "boot-loop"  # boots in a row without progress
-TIMER = "timer"  # the node's own timer, whatever job and supervisor do
-# Concluded by commands if nobody wrote done.json:
-FLEET_GONE = "fleet-gone"  # no fleet launches a node any more
+BOOT_LOOP = "boot-loop"  # several boots in a row made no progress
+TIMER = "timer"  # the node's own timer has ended the node, whatever job and supervisor did
+# A reason that commands conclude if nobody wrote done.json:
+FLEET_GONE = "fleet-gone"  # there is no fleet any more that launches nodes
 
 FAILURES = (FAILED, BOOT_LOOP)
 NODE_ENDED = (BOOT_LOOP, TIMER)
@@ -35,7 +34,7 @@ GRADED = (FINISHED, MAX_USD, MAX_HOURS)  # reasons for an end to which the bill'
 
 @dataclass(frozen=True)
 class Done:
-    """How the run ended. `instance`: the node that wrote it; `at`: UTC, ISO."""
+    """How the run ended. `instance`: the node that wrote the document. `at`: the time in UTC, in ISO format."""
 
     reason: str
     detail: str
@@ -47,13 +46,13 @@ class Done:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Done:
-        """The document. A field that cannot be read is empty, because a run whose object exists is over in any case."""
+        """The document. A field that cannot be read is empty, because the run is over whenever its done.json exists."""
         return cls(*_texts(tree, "reason", "detail", "instance", "at"))
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Who asked the run to end, and when (UTC, ISO)."""
+    """Who asked the run to end, and when (in UTC, in ISO format)."""
 
     by: str
     at: str
@@ -63,13 +62,13 @@ class Asked:
 
 
 def read(content: bytes | None) -> Done | None:
-    """The content of done.json; None if the file is missing, or not (yet) JSON."""
+    """The content of done.json; None if the file is missing, or is not JSON (yet)."""
     tree = atomic.parse_object(content)
     return None if tree is None else Done.from_json(tree)
 
 
 def read_asked(content: bytes | None) -> Asked | None:
-    """stop.json of the bucket; None as in `read`."""
+    """The content of stop.json in the bucket; None as in `read`."""
     tree = atomic.parse_object(content)
     return None if tree is None else Asked(*_texts(tree, "by", "at"))
 

@@ -8,17 +8,18 @@ RUN_URI = "GPUFLEET_RUN_URI"  # s3://BUCKET/RUN, or a folder, for the run's file
 INSTANCE_ID, INSTANCE_TYPE = "GPUFLEET_INSTANCE_ID", "GPUFLEET_INSTANCE_TYPE"
 ZONE = "GPUFLEET_ZONE"
 CAPACITY = "GPUFLEET_CAPACITY"  # this node's market, spot or on-demand, if the run may use both
-LAUNCHED_AT = "GPUFLEET_LAUNCHED_AT"  # UTC, ISO
+LAUNCHED_AT = "GPUFLEET_LAUNCHED_AT"  # the node's launch in UTC, in ISO format
 NODE_UPTIME = "GPUFLEET_NODE_UPTIME"  # the machine's uptime in seconds when the node's program began
-# from the supervisor to its children: when the machine booted, in epoch seconds by the machine's clock
+# The supervisor sets this for its child processes: the time at which the machine booted, in epoch seconds by the
+# machine's clock.
 BOOTED_AT = "GPUFLEET_BOOTED_AT"
 PULLED_S = "GPUFLEET_PULLED_S"  # seconds that the node took to pull the images
-GBPS = "GPUFLEET_GBPS"  # rate of the network cards between nodes
+GBPS = "GPUFLEET_GBPS"  # rate in Gbit/s of the network cards between nodes
 ADDRESS = "GPUFLEET_ADDRESS"  # with several nodes: the address at which the others reach this node
 JOB_CONTAINER = "GPUFLEET_JOB_CONTAINER"  # 1: the node starts a container for the training process on request
-# if there are no containers: the folders of a command's own programs, its Python first
+# If there are no containers: the folders of a command's own programs; that of its Python comes first.
 USER_PATH = "GPUFLEET_USER_PATH"
-COMMAND = {  # for a command, each value as GPUFLEET_<name>
+COMMAND = {  # values that a command gets, each as GPUFLEET_<name>
     "run": "GPUFLEET_RUN",
     "attempt": "GPUFLEET_ATTEMPT",
     "gpus": "GPUFLEET_GPUS",

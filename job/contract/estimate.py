@@ -1,4 +1,4 @@
-"""The figures of the bill in run.json, by which forecast and receipt compare a run with its bill."""
+"""The values of the bill in run.json. Forecast and receipt use them to compare a run with its bill."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import DoubtError, Fields, Seconds, Step
 
 T = TypeVar("T")
-LINE_KINDS = ("compute", "hourly", "fixed", "interruptions")  # how the meter counts a line of the bill
+LINE_KINDS = ("compute", "hourly", "fixed", "interruptions")  # how the meter charges a line of the bill
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BillLine:
-    """A line of the bill. `unit_price` and `quantity` are set for compute, and for lines with an `item`; else 0."""
+    """A line of the bill. `unit_price` and `quantity` are set for compute, and for lines with an `item`; for other
+    lines they are 0.
+    """
 
     name: str
     kind: str
@@ -28,7 +30,7 @@ class BillLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseEstimate:
-    """A phase at the bill's pace. If `steps` is None, they are in the job's parameters."""
+    """The bill's assumptions about a phase. If `steps` is None, the number of steps is in the job's parameters."""
 
     phase: str
     step_ms: float
@@ -46,13 +48,13 @@ class NoticeEstimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BillEstimate:
-    """The figures of the bill that forecast and receipt use; money in USD."""
+    """The values of the bill that forecast and receipt use. Money is in USD."""
 
     p10: Decimal
     p50: Decimal
     p90: Decimal
-    hours: Decimal  # p50
-    interruptions: float | None = None  # the expected number
+    hours: Decimal  # p50 of the node-hours
+    interruptions: float | None = None  # the expected number of interruptions
     lines: tuple[BillLine, ...] = ()
     kept_days: int = 0  # days for which the bill stores objects; 0 if they are deleted with the stack
     phases: tuple[PhaseEstimate, ...] = ()

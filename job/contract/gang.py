@@ -1,5 +1,6 @@
-"""Documents of a run on several nodes: which nodes exist (gang/nodes/<instance>.json, rewritten every few seconds), and
-which train together (gang/<number>.json, a generation, written once). A doubtful document counts as missing.
+"""Documents of a run on several nodes: which nodes exist (gang/nodes/<instance>.json, written again every few seconds),
+and which nodes train together (gang/<number>.json, a generation, written once). An invalid document is treated as
+missing.
 """
 
 from __future__ import annotations
@@ -19,25 +20,27 @@ Several = Annotated[int, reading.several]
 class Presence:
     """A node's state: "staging" while it downloads, "busy" while it trains or still publishes, "gone" at its end.
     `generation`: the newest generation in which the node took part; `ended`: the exit code of its trainer in that
-    generation (codes.TrainerExit; negative for a signal), None while the trainer runs.
+    generation (codes.TrainerExit; negative for a signal); None while the trainer runs.
     """
 
     instance: str
     address: str
     launched_at: float  # epoch seconds
     state: State = "ready"
-    since: float = 0.0  # epoch seconds by the node's own clock, like the next two
+    # the time since which the node is in this state, in epoch seconds by its own clock, as are the next two times
+    since: float = 0.0
     at: float = 0.0  # the time at which the node wrote this state
     notice: float | None = None  # the time at which AWS ends the node
     generation: int = 0
     ended: Integer | None = None
-    said: str = ""  # the reason, if the node's end is the end of the run
-    stopping: bool = False  # whether this node leads, and tells its ranks to save and end
+    said: str = ""  # the reason of the run's end, if the run ends with this node
+    stopping: bool = False  # whether this node leads, and is asking its ranks to save and end
     rung: int = 0  # the rung of the ladder to begin at
-    saved: Integer = -1  # the newest step whose checkpoint, or part of it, is whole on the node's disk, to be published
+    # the newest step whose checkpoint, or part of it, is complete on the node's disk and will be published
+    saved: Integer = -1
     named_by: str = ""  # Commit.named_by of that checkpoint, if this node leads
-    own_s: Seconds = 0.0  # the usual seconds of a step before it needs the other nodes; 0 if unknown
-    look_s: Seconds = 0.0  # the shortest of the node's last looks at the others
+    own_s: Seconds = 0.0  # the seconds for which a step usually works before it needs the other nodes; 0 if unknown
+    look_s: Seconds = 0.0  # seconds of the shortest of the node's last looks at the other nodes
     first_in: int = 0  # the newest generation in which this node had rank 0
 
     def to_json(self) -> dict[str, Any]:
@@ -52,10 +55,10 @@ class Presence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GangGeneration:
-    """A generation: nodes that train together, by rank. The first node leads. All begin from the checkpoint of `step`
-    that the generation `source` published (0: in the step's own folder), or without a checkpoint if `step` is -1.
-    `tries`: how often the same nodes have failed at this step. With `is_last` they have failed once too often, so the
-    members leave instead of training.
+    """A generation: the nodes that train together, by rank. The first node is the leader. All nodes begin from the
+    checkpoint of `step` that the generation `source` published (0 stands for the step's own folder), or without a
+    checkpoint if `step` is -1. `tries`: how often the same nodes have failed at this step. `is_last`: whether they have
+    failed too often, so that the members end instead of training.
     """
 
     number: Several
@@ -74,7 +77,7 @@ class GangGeneration:
 
     @property
     def leader(self) -> str:
-        """The instance that publishes, and decides when training stops."""
+        """The instance that publishes checkpoints and decides when training stops."""
         return self.members[0]
 
     def to_json(self) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""Grades the section `goal` of a definition: what a run was meant to cost, take and reach, and whether it did.
-
-A result is a figure that the run leaves: in results.json by its path (`generated/pass@1`, `phases/0/val_loss`), else
-the last value of that name in metrics.jsonl.
+"""Checks the section `goal` of a definition: whether a run has cost, taken and reached what it was meant to. A result
+is a value that the run has written: in results.json at its path (`generated/pass@1`, `phases/0/val_loss`), or, if it is
+not there, the last value with this name in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from gpufleet.job.contract.reading import Amount, DoubtError
 from gpufleet.job.contract.workdir import METRICS, RESULTS
 
 USD, HOURS = "usd", "hours"
-# if one of these words is in a figure's name, lower is better
+# If one of these words is in the name of a metric, a lower value is better.
 LESS_IS_BETTER = {USD, HOURS, "loss", "perplexity", "ppl", "error", "wer", "cer", "mse", "rmse", "mae", "seconds", "ms"}
-Results = Callable[[str], Decimal | None]  # a figure by its name; None if the run has left none
+Results = Callable[[str], Decimal | None]  # returns the value of a metric by its name; None if the run has written none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grade:
-    """One goal and its result. `reached` is None if the run left no such figure."""
+    """One goal and its result. `reached` is None if the run has written no such value."""
 
     name: str
     wanted: Amount
@@ -37,7 +36,7 @@ class Grade:
     def text(self) -> str:
         """The goal, whether it was met, and by how much."""
         if self.reached is None:
-            verdict = "missed: the run left no such figure"
+            verdict = "missed: the run left no such value"
         elif self.met:
             verdict = f"met with {shown(self.reached)}"
         elif is_met(self.name, self.wanted, self.reached):
@@ -54,7 +53,7 @@ class Grade:
 def grade(
     goal: Mapping[str, Decimal], *, usd: Decimal, hours: Decimal, done: bool, results: Results
 ) -> tuple[Grade, ...]:
-    """Each goal with its grade. Only a run whose work is `done` meets a goal in money or hours."""
+    """The grade of each goal. Only a run whose work is `done` can meet a goal of money or hours."""
     spent = {USD: usd, HOURS: hours}
     grades = []
     for name, wanted in goal.items():
@@ -65,7 +64,7 @@ def grade(
 
 
 def is_met(name: str, wanted: Decimal, reached: Decimal) -> bool:
-    """Whether the figure is at least as good as the goal."""
+    """Whether the value is at least as good as the goal."""
     return reached <= wanted if is_at_most(name) else reached >= wanted
 
 
@@ -81,13 +80,13 @@ def goal_text(name: str, figure: Decimal) -> str:
 
 
 def shown(figure: Decimal) -> str:
-    """The figure to the fourth decimal, without zeros at its end."""
+    """The value with at most four decimals, without zeros at its end."""
     text = f"{figure:.4f}"
     return text.rstrip("0").rstrip(".")
 
 
 def results_in(folder: Path) -> Results:
-    """The figures in the files of a work folder, or of downloaded results."""
+    """A function that returns a result by its name, from the files of a work folder or of downloaded results."""
 
     from gpufleet.job.contract import metrics  # imported here: a bill, which only names its goals, reads no metrics
 

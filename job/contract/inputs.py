@@ -1,9 +1,9 @@
 """A run's input files, as dataset.json, weights.json, run.json and a checkpoint's manifest list them.
 
-    dataset.json   schema, kind, source, facts, files [{name, bytes, sha256}], train [file..], validation [file..]
+dataset.json   schema, kind, source, facts, files [{name, bytes, sha256}], train [file..], validation [file..]
     weights.json   schema, name, files [{name, bytes, sha256}]
 
-Each manifest lies beside its files, and lists all of them except itself.
+Each manifest is in the folder of its files, and lists all of them except itself.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import DoubtError, Fields, Name
 
 DATASET, WEIGHTS = "dataset.json", "weights.json"
-_HEAD = ("schema", "kind", "source", "files", "train", "validation")  # other keys of dataset.json are facts
+# known keys of dataset.json; all other keys are facts
+_HEAD = ("schema", "kind", "source", "files", "train", "validation")
 M = TypeVar("M", bound="InputManifest")
-Checks = Mapping[str, Callable[[Fields], object]]  # by kind of dataset: reads the kind's facts, or raises DoubtError
+# for each kind of dataset, a function that reads the facts of this kind, or raises DoubtError
+Checks = Mapping[str, Callable[[Fields], object]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,17 +33,17 @@ class InputFile:
 
     name: Name
     bytes: int
-    sha256: str  # empty if not hashed, because the file lies in a user's bucket
+    sha256: str  # empty if the file is not hashed, because it is in a user's bucket
 
     @classmethod
     def from_file(cls, path: Path, folder: Path, advance: progress.Advance = lambda count: None) -> InputFile:
-        """Name, size and hash of a file below `folder`, hashed now."""
+        """Name, size and hash of a file below `folder`. Hashes the file."""
         name = path.relative_to(folder).as_posix()
         return cls(name=name, bytes=path.stat().st_size, sha256=atomic.sha256(path, advance))
 
 
 def hashed(paths: Sequence[Path], folder: Path) -> list[InputFile]:
-    """Files below `folder`, hashed now."""
+    """The files below `folder`, with their hashes. Hashes each file."""
     with progress.shown(f"hashing {folder}", sum(path.stat().st_size for path in paths)) as advance:
         return [InputFile.from_file(path, folder, advance) for path in paths]
 
@@ -58,8 +60,8 @@ def is_file(key: str) -> bool:
 
 
 def files(fields: Fields) -> tuple[InputFile, ...]:
-    """The `files` of a document. Raises DoubtError, also for a name that leads out of the folder or comes twice: a
-    stranger may have written the document.
+    """The `files` of a document. Raises DoubtError if a value is invalid, or if a name leads out of the folder or
+    occurs twice, because a stranger may have written the document.
     """
     listed = tuple(reading.filled(InputFile, section) for section in fields.sections("files"))
     if len({file.name for file in listed}) < len(listed):
@@ -69,8 +71,8 @@ def files(fields: Fields) -> tuple[InputFile, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputManifest:
-    """`files` are all files that a node needs, the manifest too; `sha256` is the hash of the manifest, which lists the
-    hashes of the other files.
+    """`files` are all files that a node needs, including the manifest; `sha256` is the hash of the manifest, which
+    lists the hashes of the other files.
     """
 
     sha256: str
@@ -99,8 +101,8 @@ class DatasetManifest(InputManifest):
 
 
 def read_dataset(folder: Path, checks: Checks) -> DatasetManifest:
-    """The content of dataset.json in `folder`; its kind must be in `checks`, and a file without a kind is of the first
-    kind. Raises ValueError if dataset.json is missing or damaged. No other file is hashed.
+    """The content of dataset.json in `folder`; Its kind must be in `checks`; if the file names no kind, it is of the
+    first kind. Raises ValueError if dataset.json is missing or damaged. Hashes only dataset.json.
     """
 
     def manifest(fields: Fields, listed: tuple[InputFile, ...], own: InputFile) -> DatasetManifest:
@@ -124,7 +126,9 @@ def read_dataset(folder: Path, checks: Checks) -> DatasetManifest:
 
 
 def read_weights(folder: Path) -> WeightsManifest:
-    """The content of weights.json in `folder`. Raises ValueError if it is missing or damaged, or a size differs."""
+    """The content of weights.json in `folder`. Raises ValueError if weights.json is missing or damaged, or if the size
+    of a file differs.
+    """
 
     def manifest(fields: Fields, listed: tuple[InputFile, ...], own: InputFile) -> WeightsManifest:
         return WeightsManifest(sha256=own.sha256, files=(*listed, own))
@@ -137,7 +141,9 @@ def read_weights(folder: Path) -> WeightsManifest:
 
 
 def other_size(folder: Path, manifest: InputManifest) -> str | None:
-    """The first file that is missing or has another size than in the manifest, or None. Nothing is hashed."""
+    """The first file that is missing or whose size differs from that in the manifest; None if there is none. No file is
+    hashed.
+    """
     for file in manifest.files:
         place = folder / file.name
         if not place.is_file() or place.stat().st_size != file.bytes:

@@ -1,8 +1,7 @@
 """Messages between supervisor and trainer: small files of the work folder, one class per kind.
 
-A message is written whole or not at all. An unreadable message counts as missing.
-
-The node's own Python reads this file: nothing newer than 3.9 here.
+A message is written completely or not at all. An unreadable message is treated as missing. The node's own Python reads
+this file, so it must work with Python 3.9.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Message:
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """The message; None if there is no credible one."""
+        """The message; None if there is no valid one."""
         tree = atomic.read_object(folder / cls.FILE)
         try:
             return None if tree is None else reading.filled(cls, Fields(tree))
@@ -46,7 +45,7 @@ class Message:
             return None
 
 
-# From the supervisor to the trainer.
+# Messages from the supervisor to the trainer.
 
 
 @dataclass(frozen=True)
@@ -69,13 +68,15 @@ def await_start(workdir: Path) -> int:
 
 @dataclass(frozen=True)
 class Stop(Message):
-    """Asks the trainer to end after the current step; `save`: to save it first. `ends`: no other start follows."""
+    """Asks the trainer to end after the current step; `save`: whether to save that step first. `ends`: whether no other
+    start will follow.
+    """
 
     FILE = workdir.STOP
     reason: str = "asked to"
     save: bool = True
     ends: bool = False
-    deadline: float | None = None  # epoch seconds, when the machine goes away
+    deadline: float | None = None  # the time at which the machine is taken away, in epoch seconds
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,11 @@ class SaveRequest(Message):
 
 @dataclass(frozen=True)
 class Spent(Message):
-    """The run's cost by `at`, for the log and the node's timer; for a command also the attempt's number, and the newest
-    step in the bucket (-1 before the first). `trained_at`: the time of the newest step, 0 before the first.
-    `switch_at`: when the run must begin on demand, 0 if it has no fallback; `switch_is_paid`: whether the run's limits
-    allow that. `waits_since`: when this node became the oldest of several waiting nodes; 0 if it is not the oldest.
+    """The run's cost at the time `at`, for the log and the node's timer. For a command it also has the attempt's
+    number, and the newest step in the bucket (-1 if there is none). `trained_at`: the time of the newest step, 0 if
+    there is none. `switch_at`: the time at which the run must begin on demand, 0 if it has no fallback;
+    `switch_is_paid`: whether the run's limits allow that. `waits_since`: when this node became the oldest of several
+    waiting nodes; 0 if it is not the oldest.
     """
 
     FILE = workdir.SPENT
@@ -108,9 +110,8 @@ class Spent(Message):
 
 @dataclass(frozen=True)
 class AskAgain(Message):
-    """Tells the node that waiting nodes leave.
-
-    `name`: the same for all nodes of this occasion. `pause_s`: how long AWS launches no node.
+    """Tells the node that the waiting nodes will end. `name`: a name for this occasion, the same on all nodes.
+    `pause_s`: seconds for which no node is requested from AWS.
     """
 
     FILE = workdir.ASK_AGAIN
@@ -120,7 +121,7 @@ class AskAgain(Message):
 
 @dataclass(frozen=True)
 class Accept(Message):
-    """Tells the trainer to train whatever this node is, because enough nodes were refused."""
+    """Tells the trainer to train on this node even if its checks fail, because enough nodes were refused already."""
 
     FILE = workdir.ACCEPT
 
@@ -137,7 +138,7 @@ class LeaderSaved(Message):
     ended: bool
 
 
-# From the trainer to the supervisor.
+# Messages from the trainer to the supervisor.
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ class Ended(Message):
 
 @dataclass(frozen=True)
 class Unreadable(Message):
-    """Names the newest checkpoint, which cannot be read."""
+    """The newest checkpoint cannot be read."""
 
     FILE = workdir.UNREADABLE
     step: Step
@@ -188,10 +189,10 @@ class Preflight(Message):
     problems: tuple[str, ...] = ()
     # GB/s from a node to the others; None if there are none, or if it was not measured
     between_gb_s: float | None = None
-    transport: str | None = None  # NCCL's name for the transport; None if not measured
+    transport: str | None = None  # NCCL's name of the transport; None if it was not measured
 
     def write(self, folder: Path) -> None:
-        """Writes the message; on a single node without the fields that several nodes have."""
+        """Writes the message; on a single node, the fields that only concern several nodes are left out."""
         tree = asdict(self)
         atomic.write_json(folder / self.FILE, {key: tree[key] for key in tree if tree[key] is not None})
 
@@ -214,17 +215,18 @@ class Observed(Message):
     """Observations of a command's newest start so far, for its supervisor and its rehearsal."""
 
     FILE = workdir.OBSERVED
-    lines: int = 0  # printed lines
+    lines: int = 0  # number of printed lines
     told: bool = False  # whether a printed line gave a step
     unread: tuple[str, ...] = ()  # the last lines with numbers that gave no step
-    begun: int = 0  # checkpoints that exist
-    checkpoints: int = 0  # whole checkpoints
-    doubt: str = ""  # why the newest checkpoint does not count, if its writer may have left it cut
+    begun: int = 0  # number of checkpoints that exist, complete or not
+    checkpoints: int = 0  # number of complete checkpoints
+    # why the newest checkpoint is not valid, if the process that wrote it may have been ended while it wrote
+    doubt: str = ""
     restored: Step | None = None  # the step of the checkpoint that was restored for the command
-    resumes: str = ""  # goes on, begins anew, not shown; empty if no checkpoint was restored
+    resumes: str = ""  # `goes on`, `begins anew` or `not shown`; empty if no checkpoint was restored
     why: str = ""
     elsewhere: str = ""  # files outside of the declared folders, and the line of the definition to add for them
-    met: str = ""  # the ranks of several nodes that train together; empty if not seen
+    met: str = ""  # the ranks of several nodes that train together, as text; empty if they were not seen
     has_first: bool = False  # whether rank 0 is on this node
     follows: bool = False  # whether another node leads, so that this one may print and save nothing
 
@@ -238,12 +240,14 @@ class Alarm(Message):
     text: str
 
 
-# Between a command's host and the node, in WORKDIR/control.
+# Messages between a command's host and the node, in WORKDIR/control.
 
 
 @dataclass(frozen=True)
 class Container(Message):
-    """Asks for a training container, a new one for each number; without `wanted`, for none any more."""
+    """Asks the node for a training container, a new one for each number. If `wanted` is false, asks the node to remove
+    it.
+    """
 
     FILE = workdir.CONTAINER
     number: int
@@ -252,8 +256,8 @@ class Container(Message):
 
 @dataclass(frozen=True)
 class Contained(Message):
-    """The node's answer to a number: the first process of that number's container, or why there is none; and how the
-    container ended.
+    """The node's answer to the request with this number: the first process of the container, or why there is no
+    container. A later answer says how the container ended.
     """
 
     FILE = workdir.CONTAINED

@@ -1,4 +1,6 @@
-"""metrics.jsonl: one line per logged step; the trainer appends, and supervisor, later attempts and bills read it."""
+"""metrics.jsonl: one line per logged step; the trainer appends lines, and supervisor, later attempts and bills read the
+file.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ from gpufleet.job.contract import reading
 from gpufleet.job.contract.commit import Reason
 from gpufleet.job.contract.reading import DoubtError, Fields, Seconds, Step
 
-# the keys in their order; a figure that does not exist is None, and experiments add figures
+# The keys in their order. A value that does not exist is None, and experiments add values of their own.
 KEYS = (
     "ts", "phase", "step", "tokens", "loss", "val_loss", "lr", "step_ms", "tok_s", "mfu", "mem_gb", "gpu_util",
     "spent_usd", "grad_norm", "router_load", "router_entropy", "resumed", "saves", "event",
 )  # fmt: skip
 _NUMBERS = (
     "ts", "tokens", "loss", "val_loss", "lr", "step_ms", "tok_s", "mfu", "mem_gb", "grad_norm", "gpu_util",
-    "gpu_mem_gb", "gpu_temp_c", "gpu_xid",  # only on a machine with NVIDIA's driver
+    "gpu_mem_gb", "gpu_temp_c", "gpu_xid",  # these three exist only on a machine with NVIDIA's driver
 )  # fmt: skip
 
 
@@ -45,7 +47,7 @@ def write(record: Mapping[str, Any]) -> bytes:
 
 
 def line(content: bytes) -> dict[str, Any] | None:
-    """The object of a line, with every key of KEYS; None if the line was cut or has an invalid figure."""
+    """The object of a line, with every key of KEYS; None if the line was cut off or has an invalid value."""
     try:
         fields = Fields(reading.parse(content))
         fields.need("step", reading.step)
@@ -61,8 +63,10 @@ def line(content: bytes) -> dict[str, Any] | None:
 
 
 def scalars(record: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """A line's figures by name for TensorBoard: one per number, and one per entry of a list of numbers."""
-    beside = ("ts", "step", "resumed")  # each scalar already has time and step
+    """The metric values of a line by name, for TensorBoard: one for each number, and one for each entry of a list of
+    numbers.
+    """
+    beside = ("ts", "step", "resumed")  # left out, because each scalar already has a time and a step
     return [pair for key, value in record.items() if key not in beside for pair in _numbers(key, value)]
 
 

@@ -1,12 +1,9 @@
-"""Reads JSON that another process wrote, and trusts no value: every value is asked for by key, kind and range.
-
-A kind is a function that returns the typed value or raises DoubtError. `Fields` adds the value's path in the document.
-`need` reads a required value, `take` an optional one. A wrong value is an error for `need` and for `take`, unless the
-reader has `aside`: then `aside` is called, and the value counts as missing.
-
-`filled` reads a document with a dataclass of its own: the fields' types give each value's kind.
-
-The node's own Python uses this file: nothing newer than 3.9 here.
+"""Reads JSON that another process wrote, and trusts no value: a reader asks for each value by its key, and states its
+kind and range. A kind is a function that returns the typed value, or raises DoubtError. `Fields` adds the value's path
+in the document. `need` reads a required value, `take` an optional one. A wrong value is an error for `need` and for
+`take`. But if the reader has `aside`, `aside` is called with a sentence, and the value is treated as missing. `filled`
+reads a document into its dataclass: the type of each field is the kind of its value. The node's own Python uses this
+file, so it must work with Python 3.9.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ D = TypeVar("D")
 Kind = Callable[[Any], T]
 
 MOST = 2**53  # JSON readers differ on larger whole numbers
-MOST_USD = Decimal(10) ** 9  # more USD or seconds than any run has; arithmetic on smaller amounts is exact
+MOST_USD = Decimal(10) ** 9  # no run has as many USD or seconds; arithmetic on smaller amounts is exact
 NAME_BYTES = 255  # most bytes of one part of a path, on every Linux file system
 KEY_BYTES = 1024  # most bytes of an S3 key
 
@@ -65,7 +62,7 @@ class Fields:
         self._path, self._aside = path, aside
 
     def need(self, key: str, kind: Kind[T]) -> T:
-        """The value of `key`. Raises DoubtError if the value is missing or of another kind."""
+        """The value of `key`. Raises DoubtError if the value is missing or has the wrong kind."""
         if key not in self.tree:
             raise DoubtError(f"{self._key_path(key)} is missing")
         try:
@@ -74,7 +71,9 @@ class Fields:
             raise DoubtError(f"{self._key_path(key)} {error}") from None
 
     def take(self, key: str, kind: Kind[T], default: D) -> T | D:
-        """The value of `key`; `default` if the value is missing or null, or wrong and set aside."""
+        """The value of `key`; `default` if the value is missing or null, or if it is wrong and was passed to
+        `aside`.
+        """
         if self.tree.get(key) is None:
             return default
         try:
@@ -100,7 +99,7 @@ class Fields:
         return {name: section.section(name) for name in section.tree}
 
     def schema(self, known: int) -> None:
-        """Raises DoubtError if the document has another schema than this code reads."""
+        """Raises DoubtError if the document's schema is not the one that this code reads."""
         if self.tree.get("schema") != known or isinstance(self.tree.get("schema"), bool):
             raise DoubtError(f"it has schema {show(self.tree.get('schema'))}, this code reads {known}")
 
@@ -110,7 +109,7 @@ class Fields:
 
 
 def text(value: Any) -> str:
-    """A text that UTF-8 can hold."""
+    """A text that can be encoded in UTF-8."""
     if not isinstance(value, str):
         raise DoubtError(f"is {show(value)}, not a text")
     try:
@@ -149,7 +148,7 @@ def step(value: Any) -> int:
 
 
 def integer(value: Any) -> int:
-    """A whole number, of either sign."""
+    """A whole number, which may be negative."""
     return int(number(value))
 
 
@@ -197,7 +196,9 @@ def moment(value: Any) -> float:
 
 
 def name(value: Any) -> str:
-    """A file's name below a folder, out of which no part of it leads. Every name from outside is checked here."""
+    """The name of a file below a folder. No part of the name leads out of the folder. All names that other processes or
+    people have written are checked here.
+    """
     path = text(value)
     parts = path.split("/")
     if any(part in ("", ".", "..") or len(part.encode()) > NAME_BYTES for part in parts) or not path.isprintable():
@@ -208,7 +209,7 @@ def name(value: Any) -> str:
 
 
 def choice(*allowed: T) -> Kind[T]:
-    """The kind of a value that is one of `allowed`."""
+    """A kind: the value must be one of `allowed`."""
 
     def read(value: Any) -> T:
         for candidate in allowed:
@@ -220,7 +221,7 @@ def choice(*allowed: T) -> Kind[T]:
 
 
 def listed(kind: Kind[T]) -> Kind[tuple[T, ...]]:
-    """A list of values of one kind."""
+    """A kind: a list of values of this kind."""
 
     def read(value: Any) -> tuple[T, ...]:
         if not isinstance(value, list):
@@ -231,7 +232,7 @@ def listed(kind: Kind[T]) -> Kind[tuple[T, ...]]:
 
 
 def mapping(kind: Kind[T]) -> Kind[dict[str, T]]:
-    """An object with values of one kind."""
+    """A kind: an object whose values have this kind."""
 
     def read(value: Any) -> dict[str, T]:
         if not isinstance(value, dict):
@@ -244,7 +245,7 @@ def mapping(kind: Kind[T]) -> Kind[dict[str, T]]:
 def epoch(value: Any) -> float | None:
     """Epoch seconds of an ISO time with a zone; None for any other value."""
     try:
-        # Python 3.9 does not know Z
+        # Python 3.9 cannot read Z.
         time = datetime.fromisoformat(f"{value[:-1]}+00:00" if value[-1:] == "Z" else value)
         return time.timestamp() if time.tzinfo else None
     except (TypeError, ValueError, OverflowError):
@@ -303,8 +304,8 @@ def filled(cls: type[T], document: Fields, but: Collection[str] = (), **values: 
 
 @functools.cache
 def _kind_of(module: str, hint: str) -> tuple[Kind[Any], type[Any] | None]:
-    """The reader of a field whose type the module names; for a list of dataclasses also the class. The type comes as
-    text, which Python 3.9 cannot evaluate.
+    """The reader of a field whose type the module names; for a list of dataclasses also the class. The type is given as
+    text, because Python 3.9 cannot evaluate it.
     """
     hint = hint.removesuffix(" | None")
     if parts := re.fullmatch(r"tuple\[(.*), \.\.\.\]", hint):

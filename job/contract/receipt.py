@@ -1,7 +1,7 @@
 """receipt.json: a run's cost next to its bill, line by line and node by node, and why the two differ.
 
-The supervisor writes this document just before done.json; if no supervisor could, `gpufleet results` writes it.
-Commands, later bills and rehearsals read it. Amounts are written to a hundredth of a cent, seconds to a thousandth.
+The supervisor writes this document just before done.json; if it could not, `gpufleet results` writes it. Commands,
+later bills and rehearsals read it. Amounts are written to a hundredth of a cent, seconds to a thousandth.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from gpufleet.job.contract.spent import CENT_100
 from gpufleet.job.text import printable
 
 SCHEMA = 1
-CAUSES = ("price", "runtime", "interruptions", "other")  # job/supervisor/receipt.py explains each
+# causes of a difference; job/supervisor/receipt.py explains each of them
+CAUSES = ("price", "runtime", "interruptions", "other")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,22 +48,22 @@ class AttemptCost:
     instance: str
     type: str
     zone: str
-    capacity: str = ""  # spot or on-demand; empty if it is the run's
+    capacity: str = ""  # spot or on-demand; empty if it is the market of the run
     seconds: Decimal  # billed seconds
     lived_s: Decimal
     started_s: Decimal | None = None  # seconds from launch to the trainer's first step; None if there was no step
     pulled_s: Decimal | None = None  # the part of `started_s` for pulling images; None if unknown
     interrupted: bool = False
-    # whether AWS, not the owner, took the node; None if there was no notice, or if unknown
+    # Whether AWS, and not the owner, ended the node; None if there was no notice, or if it is unknown.
     reclaimed: bool | None = None
     usd: Decimal = Decimal(0)
     ceiling_s: Decimal = Decimal(0)  # seconds billed at the highest possible spot price, because AWS gave no price
-    free_usd: Decimal = Decimal(0)  # compute that AWS does not charge
+    free_usd: Decimal = Decimal(0)  # USD of compute that AWS does not charge
     resumed_step: Step = 0
     last_step: Step = 0
     rung: int | None = None
-    exit: Exit | None = None  # None: the node ended without notice
-    alarm: str = ""  # the warning that people got
+    exit: Exit | None = None  # None if the node ended without notice
+    alarm: str = ""  # the warning that was sent to people
     network: str = ""  # the speed from this node to the others, and the transport
 
     def to_json(self) -> dict[str, Any]:
@@ -97,14 +98,16 @@ class AttemptCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Receipt:
-    """One run's cost, compared with its bill. Money is in USD; `causes`, by CAUSES, add up to actual - estimate."""
+    """One run's cost, compared with its bill. Money is in USD. `causes` has a part for each of CAUSES; the sum of the
+    parts is actual - estimate.
+    """
 
     run: str
     stack: str
     owner: str = ""  # empty in receipts of earlier versions
     reason: str  # why the run ended: job/contract/done.py
     detail: str = ""
-    at: str  # the time until which costs count: UTC, ISO
+    at: str  # the time until which costs are included, in UTC, in ISO format
     device: str
     rehearsal: bool = False  # whether the run was on the embedded AWS, so that it says nothing about AWS
     capacity: str
@@ -117,16 +120,16 @@ class Receipt:
     lines: tuple[ReceiptLine, ...]
     causes: Mapping[str, Decimal]
     free_usd: Decimal = Decimal(0)  # USD of first hours, which AWS does not charge
-    expected: float | None = None  # number of interruptions
+    expected: float | None = None  # the number of interruptions that the bill expected
     with_notice: int = 0
     without_notice: int = 0
-    attempts: tuple[AttemptCost, ...]  # oldest first
-    goals: tuple[Grade, ...] = ()  # the definition's
+    attempts: tuple[AttemptCost, ...]  # the oldest attempt first
+    goals: tuple[Grade, ...] = ()  # the goals of the definition
     measured: Mapping[str, Any] | None = field(default=None, compare=False)  # the run's own speed: job/measured.py
 
     @property
     def trained_h(self) -> Decimal | None:
-        """Node-hours of the optimizer steps, each counted once; None without a measured speed."""
+        """Node-hours of the optimizer steps, without repeated steps; None if there is no measured speed."""
         try:
             known = self.measured or {}
             ranks, gpus = known["device"]["ranks"] or 1, known["device"]["count"] or 1
@@ -137,7 +140,7 @@ class Receipt:
 
     @property
     def difference(self) -> Decimal:
-        """Positive if the run cost more than estimated."""
+        """Actual cost minus estimate; positive if the run cost more than estimated."""
         return self.actual - self.estimate
 
     @property
@@ -147,8 +150,8 @@ class Receipt:
 
     @property
     def within_range(self) -> bool | None:
-        """Whether the cost lies in the range that the bill gives for eight runs in ten. None if the bill has no range
-        wider than a hundredth of a cent: on demand, or if eight runs in ten have no interruption.
+        """Whether the cost lies in the range that the bill gives for eight runs in ten. None if the range of the bill
+        is narrower than a hundredth of a cent. This is so on demand, or if eight runs in ten have no interruption.
         """
         return None if self.p10 == self.p90 else self.p10 <= self.actual <= self.p90
 
@@ -196,7 +199,7 @@ class Receipt:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Receipt:
-        """Reads the JSON object; raises DoubtError. Values that earlier versions lacked may be absent."""
+        """Reads the JSON object; raises DoubtError. Values that earlier versions did not write may be missing."""
         fields = Fields(tree)
         fields.schema(SCHEMA)
         usd, span, causes = (fields.section(key) for key in ("usd", "range_usd", "causes"))
@@ -207,7 +210,7 @@ class Receipt:
             owner=fields.take("owner", reading.text, ""),
             at=fields.need("counted_until", reading.text),
             device=fields.take("device", reading.text, ""),
-            # earlier versions ran on a CPU only in rehearsals
+            # In earlier versions, only rehearsals ran on a CPU.
             rehearsal=fields.take("rehearsal", reading.flag, tree.get("device") == "cpu"),
             capacity=fields.take("capacity", reading.text, ""),
             estimate=usd.need("estimate", reading.amount),

@@ -1,4 +1,6 @@
-"""Which of a run's files are downloaded to its user's machine: all files but those that a program would run unasked."""
+"""Decides which of a run's files are downloaded to the user's machine: all except those that a program would run
+without being asked.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +9,29 @@ import re
 from gpufleet.job.contract import reading
 
 METADATA = ".metadata"  # torch.distributed.checkpoint's index, which is needed to read its files
-# Files that programs run, or obey like programs, as soon as somebody enters, opens, completes, tests or lists their
-# folder. Folders may have any name without a leading dot.
+# Names of files that programs run, or from which they take commands, as soon as somebody enters, opens, completes,
+# tests or lists their folder. Folders may have any name without a leading dot.
 _RUN_UNASKED = re.compile(
     "|".join(
         (
-            r"head",  # beside objects/ and refs/, a file HEAD makes a folder a git repository, and git obeys its config
-            r"(gnu|bsd)?makefile(\..*)?|justfile|(rake|jake|vagrant)file|(gulp|grunt)file\..*",  # for shell completion
-            # for editors
+            # with objects/ and refs/ beside it, a file HEAD makes a folder a git repository, whose config git follows
+            r"head",
+            # files that shells read for completion
+            r"(gnu|bsd)?makefile(\..*)?|justfile|(rake|jake|vagrant)file|(gulp|grunt)file\..*",
+            # Files that editors run.
             r"cmakelists\.txt|cmakepresets\.json|package\.json|cargo\.toml|build\.rs|pom\.xml|build\.sbt",
             r"(build|settings)\.gradle(\.kts)?|.*\.config\.[cm]?[jt]s|.*\.code-workspace",
             r"pyproject\.toml|setup\.(py|cfg)|tox\.ini|mypy\.ini|pylintrc|conftest\.py|test_.*\.py|.*_test\.py",
             r"(site|user)customize\.py|(jupyter|ipython)_.*config\.(py|json)",
             r"mise\.toml|(flake|shell|default)\.nix",
-            r"desktop\.ini|autorun\.inf|.*\.(desktop|library-ms|lnk|scf|url)",  # for file managers
+            r"desktop\.ini|autorun\.inf|.*\.(desktop|library-ms|lnk|scf|url)",  # files that file managers run
         )
     )
 )
 
 
 def refusal(name: str) -> str:
-    """Why a file of this name is not transferred, as words after "whose name"; empty if it is."""
+    """Why a file of this name is not transferred, as words that follow "whose name"; empty if it is transferred."""
     try:
         reading.name(name)
     except reading.DoubtError as error:

@@ -1,8 +1,8 @@
-"""run.json: everything that the job knows about its run, fixed before the first resource and with the same bytes on
-every machine.
+"""run.json: everything that the job knows about its run. Its content is fixed before the first resource is made, and
+has the same bytes on every machine.
 
-`document` writes it, once per run; `load` reads it for the supervisor, `Task` for the trainer. It holds no bucket name:
-the node gives its container the address.
+`document` writes it, once per run; `load` reads it for the supervisor, `Task` for the trainer. The file does not have
+the bucket's name: the node passes the bucket's address to its container.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputData:
-    """A dataset, base weights, a command's code or one of its inputs. With `uri` None, the files are below
-    inputs/<sha256>/ beside the run. Without `files` it is an s3:// prefix whose dataset.json (weights.json) lists them.
-    For a command's input it is a prefix of which everything is taken, and `sha256` is the hash of the listing. With
-    `stage` it is what the stage with this folder has left.
+    """A dataset, base weights, a command's code or one of its inputs. If `uri` is None, the files are below
+    inputs/<sha256>/ beside the run's folder. If there are no `files`, the data are an s3:// prefix, whose dataset.json
+    (or weights.json) lists the files. For a command's input, all files of the prefix are taken, and `sha256` is the
+    hash of their listing. If `stage` is set, the data are the outputs of the stage with this folder.
     """
 
     uri: str | None
@@ -60,9 +60,9 @@ class RunFile(Terms):
     weights: InputData | None  # base weights; None for a job that starts without weights
     code: InputData | None  # the archive of a command's code; None if the command's image has all code
     folders: dict[str, InputData]  # a command's inputs, by name
-    code_sha256: str | None  # hash of the job's archive, which every node unpacks; None if it is not named
+    code_sha256: str | None  # hash of the job's archive, which every node unpacks; None if run.json does not have it
     estimate: BillEstimate
-    goal: dict[str, Decimal]  # by name
+    goal: dict[str, Decimal]  # the goals by name
     whole_usd: tuple[Decimal, Decimal] | None  # p10 and p90 of the whole run; None if this run is not a stage
 
     def gpus(self, instance_type: str) -> int:
@@ -94,7 +94,7 @@ class Task:
 
     @property
     def predicted(self) -> list[dict[str, Any]]:
-        """The bill's estimate of each phase; empty in a probe."""
+        """The bill's estimate of each phase; empty during a calibration, which has no bill."""
         return self.tree.get("predicted") or []
 
 
@@ -126,13 +126,14 @@ def document(
 ) -> dict[str, Any]:
     """The object of run.json; money and hours become decimal strings, times are UTC, ISO.
 
-    `rates`: per type {"on_demand", "spot": {zone: USD}, "gpus"}, of several nodes with "gbps" and "efa"; `extras`:
-    {"hourly_usd": {line: USD}, "fixed_usd"}. `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri", "sha256",
-    "files"}}, and `base_weights` like `dataset` where the run has them; a `uri` of None means that the files lie under
-    inputs/<sha256>/ of the run's own bucket. A command has "code" like `dataset` (and "commit", "changed") and
-    "folders": {name: like `dataset`} in place of dataset and base weights. `expires` is the time at which AWS ends the
-    fleet. `image` is set if a command's speed is that of its own image. `nodes`, `fallback`, `gather_s` and `before`
-    are what contract/terms.py reads; these, `goal` and `whole_usd` are left out if they have the defaults of that file.
+    `rates`: for each type {"on_demand", "spot": {zone: USD}, "gpus"}, and for several nodes also "gbps" and "efa";
+    `extras`: {"hourly_usd": {line: USD}, "fixed_usd"}. `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri",
+    "sha256", "files"}}, and `base_weights` like `dataset` where the run has them; a `uri` of None means that the files
+    are below inputs/<sha256>/ in the run's own bucket. A command has "code" like `dataset` (and "commit", "changed")
+    and "folders": {name: like `dataset`} in place of dataset and base weights. `expires` is the time at which AWS ends
+    the fleet. `image` is set if a command's speed is that of its own image. `nodes`, `fallback`, `gather_s` and
+    `before` are what contract/terms.py reads; these, `goal` and `whole_usd` are left out if they have the defaults of
+    that file.
     """
     optional: dict[str, tuple[Any, Any]] = {
         "nodes": (nodes, 1),
@@ -164,7 +165,7 @@ def document(
 
 
 def probe_document(experiment: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of run.json that a trainer needs without a run."""
+    """The part of run.json that a trainer needs during a calibration, where there is no run."""
     return {"schema": SCHEMA, "job": {"experiment": experiment, "parameters": dict(parameters)}, "predicted": []}
 
 
@@ -183,7 +184,9 @@ def load(path: Path) -> RunFile:
 
 
 def with_kinds(tree: dict[str, Any]) -> dict[str, Any]:
-    """run.json with a kind for each line of its bill; before 2026-11-26 disks and address had their own keys."""
+    """run.json in today's form, in which each line of the bill has a kind. Before 2026-11-26, disks and address had
+    keys of their own.
+    """
     extras, estimate = tree.get("extras"), tree.get("estimate")
     if not isinstance(extras, dict) or not isinstance(estimate, dict) or "disk_usd_per_hour" not in extras:
         return tree

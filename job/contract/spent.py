@@ -1,13 +1,12 @@
-"""Computes each node's cost, the total, and the moment at which nothing is left, from the nodes' records and from AWS's
-answers about their ends. Pure functions.
+"""Computes each node's cost, the total, and the time at which the limits will be reached, from the nodes' records and
+from AWS's answers about the ends of nodes. All functions are pure.
 
-A node never counts for less than it cost. A killed node writes nothing after its last heartbeat; the fleet's history
-has the time at which AWS ended it. Until AWS answers, a node counts until the next node's launch, because a fleet of
-one node launches no other before that; if AWS knows only that the node is gone, it counts until GONE_S after its last
-heartbeat. A node with a notice is billed until the end that the notice gives. A fleet's history lags by a minute or so,
-and covers two days.
-
-The node's own Python reads this file: nothing newer than 3.9 here.
+The computed cost of a node is never less than its real cost. A killed node writes nothing after its last heartbeat; the
+fleet's history has the time at which AWS ended the node. Until AWS answers, a node is charged until the launch of the
+next node, because a fleet of one node launches no other node before that. If AWS says only that the node no longer
+exists, the node is charged until GONE_S after its last heartbeat. A node with a notice is charged until the end that
+the notice states. A fleet's history is about a minute late, and covers two days. The node's own Python reads this file,
+so it must work with Python 3.9.
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ from gpufleet.job.contract.terms import RunLimits, Terms
 CENT_100 = Decimal("0.0001")
 MINIMUM_S = Decimal(aws.MINIMUM_S)
 HOUR_S = Decimal(3600)
-GONE_S = 120.0  # seconds of two heartbeats: one was due, and another may have been on its way
+# seconds of two intervals between heartbeats: one heartbeat was due, and another may not have arrived yet
+GONE_S = 120.0
 BOOT_S = 480.0  # seconds for the newest node before its first heartbeat: the set-up time of a small node in the bill
 KEPT_S = 48 * 3600.0  # AWS keeps a fleet's events for two days (EC2 API reference, DescribeFleetHistory)
-LATE_S = 300.0  # after so many seconds AWS reports no further event
+LATE_S = 300.0  # after this many seconds AWS reports no further event about a time
 
 
 def hours(seconds: Decimal) -> Decimal:
@@ -37,7 +37,7 @@ def hours(seconds: Decimal) -> Decimal:
 
 @dataclass(frozen=True)
 class History:
-    """One answer of AWS. Times are epoch seconds. `there`: nodes that have not ended; None if unknown."""
+    """One answer of AWS. Times are epoch seconds. `there`: the nodes that have not ended; None if unknown."""
 
     changes: tuple[float, ...] = ()  # the times at which the fleet's owner changed the fleet
     launched: Mapping[str, float] = field(default_factory=dict)
@@ -47,7 +47,9 @@ class History:
 
 @dataclass(frozen=True)
 class Lives:
-    """When each node ended, or was last seen running, in epoch seconds. `gone`: nodes that ended at an unknown time."""
+    """The times at which each node ended or was last seen running, in epoch seconds. `gone`: nodes that have ended at
+    an unknown time.
+    """
 
     ended: Mapping[str, float] = field(default_factory=dict)
     seen: Mapping[str, float] = field(default_factory=dict)
@@ -59,7 +61,7 @@ UNKNOWN = Lives()
 
 @dataclass(frozen=True)
 class Attempt:
-    """One node of the run: its records, and its cost. `usd` is compute, disks and address."""
+    """One node of the run: its records and its cost. `usd`: the cost of compute, disks and address."""
 
     record: AttemptRecord
     beat: Beat  # the node's last heartbeat, or an empty one
@@ -68,7 +70,7 @@ class Attempt:
     usd: Decimal
     compute_usd: Decimal
     ceiling_s: Decimal = Decimal(0)  # seconds billed at the highest possible spot price, because AWS gave no price
-    # whether AWS, and not the owner, took the node; None if there was no notice, or if unknown
+    # Whether AWS, and not the owner, ended the node; None if there was no notice, or if it is unknown.
     reclaimed: bool | None = None
 
     @property
@@ -87,7 +89,7 @@ class Attempt:
 
     @property
     def free_usd(self) -> Decimal:
-        """The compute that AWS does not charge."""
+        """USD of compute that AWS does not charge."""
         return self.compute_usd if self.reclaimed and self.seconds < aws.FREE_S else Decimal(0)
 
     @property
@@ -115,7 +117,7 @@ def count_node(
     metered = last.attempt_s
     compute = rates.ceiling * hours(metered) if last.compute_usd is None else last.compute_usd
     tail = max(seconds - metered, Decimal(0))
-    # The price is known for the hour of the last heartbeat, but not for later hours.
+    # The price is known for the hour of the last heartbeat, but not for the hours after it.
     known = Decimal(0) if last.usd_per_hour is None else min(tail, HOUR_S - metered % HOUR_S)
     compute += hours(known) * (last.usd_per_hour or 0) + hours(tail - known) * rates.ceiling
     unknown = tail - known + (metered if last.compute_usd is None else last.ceiling_s or Decimal(0))
@@ -155,7 +157,7 @@ def count_nodes(terms: Terms, nodes: Iterable[Left], lives: Lives, *launches: fl
     reclaimed = {name: taken for node, _ in by_launch for name, taken in node.reclaimed.items()}
 
     def next_launch(node: AttemptRecord) -> float | None:
-        # With several nodes, the launch of one says nothing about another's end.
+        # If there are several nodes, the launch of one does not mean that another has ended.
         return None if terms.is_gang else min((at for at in every if at > node.launched), default=None)
 
     counted = [count_node(terms, node, beat, lives, next_launch(node)) for node, beat in by_launch]
@@ -167,27 +169,30 @@ class OtherNodes:
 
     def __init__(self, own: Node, nodes: Iterable[Left] = ()) -> None:
         self.own, self.nodes = own, list[Left]()
-        self.ended: dict[str, float] = {}  # as `_launched`, replaced as a whole: another thread may read it
+        # times of ends by node; like `_launched`, replaced as a whole, because another thread may read it
+        self.ended: dict[str, float] = {}
         self._launched: dict[str, float] = {}
         self._seen: dict[str, float] = {}
         self._missing: dict[str, float] = {}  # the time since which each node has been without an end
-        self._is_asked, self._asked_at = False, 0.0  # whether AWS was asked, and has answered
+        self._is_asked, self._asked_at = False, 0.0  # whether AWS was asked, and when AWS answered
         self.before = Decimal(0), Decimal(0)  # USD and seconds of the stages before this one
         self.hear(nodes)
 
     def hear(self, nodes: Iterable[Left]) -> None:
-        """Replaces earlier records by the nodes' newest ones, and takes what AWS told those nodes about others."""
+        """Replaces earlier records by the nodes' newest records, and adds what these records contain about
+        other nodes.
+        """
         self.nodes = list(nodes)
         for node, _ in self.nodes:
             self.know(node)
 
     def know(self, record: AttemptRecord) -> None:
-        """Takes what AWS told the node of this record, which may be this node."""
+        """Adds what this record, which may be that of this node, contains about other nodes."""
         self._launched = {**record.untold, **self._launched}
         self.ended = {**record.ended, **self.ended}
 
     def take(self, history: History, now: float) -> None:
-        """Takes AWS's answer."""
+        """Adds the facts in an answer of AWS."""
         self._is_asked, self._asked_at = True, now
         self._launched, self.ended = {**self._launched, **history.launched}, {**self.ended, **history.ended}
         for name in self._doubtful_names() if history.there is not None else ():
@@ -205,29 +210,29 @@ class OtherNodes:
 
     @property
     def untold(self) -> dict[str, float]:
-        """Launch times of nodes that ended before they could write a record."""
+        """Launch times of the nodes that ended before they could write a record."""
         names = {self.own.instance, *(node.instance for node, _ in self.nodes)}
         return {name: at for name, at in self._launched.items() if name not in names}
 
     @property
     def doubtful(self) -> bool:
-        """Whether AWS may know more."""
+        """Whether another question to AWS may show more."""
         return not self._is_asked or bool(self._doubtful_names())
 
     def _doubtful_names(self) -> set[str]:
-        """The nodes without an end that AWS still knows."""
+        """The nodes of which no end is known, and about which AWS still has information."""
         since = self.own.launched_at - KEPT_S
         recent = {node.instance for node, _ in self.nodes if node.launched >= since}
         return {*recent, *self._launched} - {self.own.instance, *self.ended, *self.lives.gone}
 
     def count(self, terms: Terms, gone: Collection[str] = ()) -> list[Attempt]:
-        """The cost of each node with a record, the oldest first. `gone`: nodes known to have ended."""
+        """The cost of each node with a record, the oldest first. `gone`: nodes that are known to have ended."""
         lives = replace(self.lives, gone={*self.lives.gone, *gone})
         return count_nodes(terms, self.nodes, lives, self.own.launched_at)
 
     def total(self, terms: Terms) -> tuple[Decimal, Decimal]:
-        """USD and billed seconds of all other nodes, and of the stages before this one. A node without a record
-        counts at the highest price.
+        """USD and billed seconds of all other nodes, and of the stages before this one. A node without a record is
+        charged at the highest price.
         """
         without_record = [(AttemptRecord(instance=name, launched_at=iso(at)), None) for name, at in self.untold.items()]
         launches = [self.own.launched_at, *(node.launched for node, _ in self.nodes)]
@@ -236,7 +241,7 @@ class OtherNodes:
         return sum((attempt.usd for attempt in paid), usd), sum((attempt.seconds for attempt in paid), seconds)
 
     def means(self, terms: Terms) -> Means:
-        """What this node, and the nodes that train with it, may still spend."""
+        """The limits on what this node, and the nodes that train with it, may still spend."""
         rates, (usd, seconds) = terms.rates(self.own.type, self.own.zone, self.own.capacity), self.total(terms)
         return Means(
             terms=terms,
@@ -248,17 +253,19 @@ class OtherNodes:
 @dataclass(frozen=True)
 class Means:
     """The run's terms, and the most that its nodes can cost; `before`: everything that was spent before this node's
-    launch. The job's meter knows what was spent. If the meter falls silent, this class bounds the spending: after the
-    last report every hour counts at the highest price. So the moment at which nothing is left moves on while the meter
-    reports, and stays once it is silent.
+    launch. The job's meter knows what was spent. If the meter stops reporting, this class bounds the spending: every
+    hour after the last report is charged at the highest price. So the time at which a limit will be reached moves into
+    the future while the meter reports, and does not move any more when the reports stop.
     """
 
     terms: Terms
-    usd_per_hour: Decimal  # for all nodes that train together
+    usd_per_hour: Decimal  # the price for all nodes that train together
     before: Spent
 
     def when_over(self, newest: Spent | None) -> tuple[float, str]:
-        """When (epoch seconds) nothing is left, and which limit causes that. `newest`: the meter's last report."""
+        """The time in epoch seconds at which a limit will be reached, and that limit. `newest`: the meter's last
+        report.
+        """
         known = newest or self.before
         hours = min(self._hours_over(spent) for spent in (self.before, known))
         usd = known.at + float((self.terms.limits.max_usd - known.spent_usd) / self.usd_per_hour) * 3600
@@ -269,7 +276,7 @@ class Means:
 
 
 def passed_limit(limits: RunLimits, usd: Decimal, seconds: Decimal, at: float) -> str | None:
-    """The limit that is used up with so much spent at that moment: dollars, hours, deadline, expiry."""
+    """The limit that is reached at that time, with this much spent: dollars, hours, deadline or expiry."""
     if usd >= limits.max_usd:
         return done.MAX_USD
     if hours(seconds) >= limits.max_hours:

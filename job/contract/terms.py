@@ -1,6 +1,5 @@
-"""The parts of run.json on which money depends, for supervisor and node: the run's limits, and its nodes' prices.
-
-The node's own Python reads this file: nothing newer than 3.9 here.
+"""The parts of run.json on which money depends, for supervisor and node: the run's limits, and the prices of its nodes.
+The node's own Python reads this file, so it must work with Python 3.9.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from gpufleet.job.contract.reading import DoubtError, Fields, Moment, Seconds
 
 @dataclass(frozen=True)
 class CapacityTerms:
-    """How nodes behave that were bought in one market; the defaults are for a market that BY_CAPACITY lacks. `moves`:
-    the price changes, and an hour costs the price at its start, which AWS publishes. `replaces`: the market's fleet
-    launches another node in place of one that has gone. `gives_way`: a node of the market ends when a node of the
-    fallback's market takes the run over.
+    """The rules for nodes that were bought in one market. The defaults are for a market that is not in BY_CAPACITY.
+    `moves`: whether the price changes; an hour then costs the price at its start, which AWS publishes. `replaces`:
+    whether the market's fleet launches another node after one has ended. `gives_way`: whether a node of this market
+    ends when a node of the fallback's market takes the run over.
     """
 
     moves: bool = False
@@ -36,7 +35,7 @@ BY_CAPACITY = {  # by the `capacity` of run.json
 
 @dataclass(frozen=True)
 class RunLimits:
-    """The run's limits; `deadline`, and `expires`, when AWS ends the fleet, are epoch seconds."""
+    """The run's limits; `deadline`, and `expires`, the time at which AWS ends the fleet, are in epoch seconds."""
 
     max_usd: Decimal
     max_hours: Decimal
@@ -55,7 +54,9 @@ class Rates:
 
     @property
     def ceiling(self) -> Decimal:
-        """The highest price of compute: a fleet without a maximum pays no spot price above on-demand."""
+        """The highest price of compute. This is the on-demand price, because a fleet without a maximum price pays at
+        most this for spot.
+        """
         return max(self.on_demand, self.spot or self.on_demand) if self.moves else self.on_demand
 
     @property
@@ -65,14 +66,14 @@ class Rates:
 
     @property
     def extras(self) -> Decimal:
-        """The cost of a node-hour besides compute."""
+        """The cost of a node-hour without compute."""
         return sum(self.hourly.values(), Decimal(0))
 
 
 @dataclass(frozen=True)
 class TypePrices:
-    """The prices of a type that the run may use: USD per node-hour, spot by zone. `gpus` 0 means unknown. `gbps`: rate
-    of the EFA cards between nodes; 0 if unknown, or without cards. `efa`: number of these cards.
+    """The prices of a type that the run may use: USD per node-hour, spot by zone. `gpus`: 0 if unknown. `gbps`: the
+    rate of the EFA cards between nodes; 0 if unknown, or if there are none. `efa`: number of these cards.
     """
 
     on_demand: Decimal
@@ -84,8 +85,9 @@ class TypePrices:
 
 @dataclass(frozen=True)
 class FallbackTerms:
-    """For a run that continues on demand if spot would be late. In seconds: all of its work on demand, the training
-    part of this work, a node's start, and the time between the switch and the last possible moment.
+    """The times of a run that continues on demand if spot would be late, in seconds: all of its work on demand, the
+    training part of this work, the start of a node, and the time between the switch and the last possible moment for
+    it.
     """
 
     work_s: Seconds
@@ -106,7 +108,7 @@ class Terms:
     nodes: int = 1  # number of nodes that train together
     gather_s: float | None = None  # seconds that nodes wait for others before all leave; None if they wait for ever
     fallback: FallbackTerms | None = None
-    before: tuple[str, ...] = ()  # for a stage: the stages before it, whose money counts too
+    before: tuple[str, ...] = ()  # for a stage: the stages before it, whose cost is included in what was spent
 
     @property
     def is_gang(self) -> bool:
@@ -115,7 +117,7 @@ class Terms:
 
     @property
     def replaces(self) -> bool:
-        """Whether the fleet launches another node in place of one that has gone."""
+        """Whether the fleet launches another node after one has ended."""
         return BY_CAPACITY.get(self.capacity, CapacityTerms()).replaces
 
     def gives_way(self, capacity: str) -> bool:
@@ -123,8 +125,8 @@ class Terms:
         return self.fallback is not None and BY_CAPACITY.get(capacity, CapacityTerms()).gives_way
 
     def rates(self, instance_type: str, zone: str, capacity: str = "") -> Rates:
-        """Rates of a type. If run.json does not name the type, it has the highest on-demand price listed. `capacity`:
-        the node's market; empty if it is the run's.
+        """Rates of a type. If run.json does not have the type, its price is the highest on-demand price in run.json.
+        `capacity`: the node's market; empty if it is the market of the run.
         """
         listed = self.prices.get(instance_type)
         spot = None
@@ -136,7 +138,7 @@ class Terms:
         return Rates(capacity=capacity or self.capacity, on_demand=on_demand, spot=spot, hourly=self.hourly)
 
 
-# Terms as long as run.json is missing: one node, replaced if lost.
+# The terms as long as run.json is missing: one node, which is replaced if it is lost.
 UNKNOWN = Terms(
     limits=RunLimits(Decimal(0), Decimal(0)), capacity="on-demand", prices={}, hourly={}, fixed_usd=Decimal(0)
 )

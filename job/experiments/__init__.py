@@ -1,4 +1,6 @@
-"""The ready-made jobs. This table alone names their configs, which answer all questions of gpufleet about a job."""
+"""The ready-made jobs. Only this table names their configs. A config answers all questions of gpufleet about
+its job.
+"""
 
 CONFIGS = {  # the module and the class of a job's parameters, by the job's name
     "tinystories-growth": "gpufleet.job.experiments.growth.spec:GrowthConfig",

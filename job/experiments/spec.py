@@ -1,4 +1,4 @@
-"""What the specs of ready-made jobs share: the ladder of a batch, the rate, and the words for what is wrong."""
+"""What the specs of ready-made jobs share: the ladder of a batch, the learning rate, and the words of messages."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from gpufleet.job.kind.dataset import Dataset
 from gpufleet.job.kind.job import JobConfig, Probed, changed, named
 from gpufleet.job.text import counted
 
-BELOW_ONE = 0.99999  # the largest share of the old value that a moving average may keep: at 1 it would never change
-SHARED = ("experiments/engine", "experiments/models", "kind", "experiments")  # folders of job/
+# the largest share of the old value that a moving average may keep, because with 1 it would never change
+BELOW_ONE = 0.99999
+# folders of job/ whose code all ready-made jobs share
+SHARED = ("experiments/engine", "experiments/models", "kind", "experiments")
 
 
 class ExperimentConfig(JobConfig):
@@ -36,11 +38,11 @@ class ExperimentConfig(JobConfig):
     seed: int
     data: Any
     optim: Any
-    eval: Any = None  # None: the experiment evaluates in its own way
+    eval: Any = None  # None if the experiment evaluates in its own way
     precision: Compute
     checkpoint: Checkpoint
     guard: Guard
-    deliver: Deliver = "last"  # the weights of final/
+    deliver: Deliver = "last"  # which weights are written into final/
 
     module: ClassVar[str] = "gpufleet.job.experiments.engine"
     trainer: ClassVar[str]  # module:class, imported when a run asks for it
@@ -68,7 +70,7 @@ class ExperimentConfig(JobConfig):
         return self.deliver == "best"
 
     def shortened(self, steps: int) -> Self | None:
-        """About `steps` optimizer steps of the same work; None if the data determine the length."""
+        """The job with about `steps` optimizer steps of the same work; None if its length depends on the data."""
         return None
 
     def probed(self, steps: int) -> Probed:
@@ -90,7 +92,7 @@ class ExperimentConfig(JobConfig):
         return "fp32; loss and norms in fp32"
 
     def waits_for_saves(self) -> bool:
-        """Whether training stands still until a save is written."""
+        """Whether training waits until a save is written."""
         return False
 
     def compiles(self) -> bool:
@@ -98,11 +100,13 @@ class ExperimentConfig(JobConfig):
         return True
 
     def records(self) -> bool:
-        """Whether a step's passes are one CUDA graph on a GPU: they draw no random numbers, in one process."""
+        """Whether the passes of a step are one CUDA graph on a GPU. This needs a single process, and passes without
+        random numbers.
+        """
         return False
 
     def runs_compiled(self) -> bool:
-        """Whether the job's steps run compiled: on a GPU, unless the parameters say no."""
+        """Whether the job's steps run compiled: on a GPU, unless the parameters switch it off."""
         return self.device == "cuda" and self.compiles()
 
 
@@ -115,14 +119,14 @@ class CosineAdamW:
     floor: float = bounded(0.0, 0.0, 1.0)
     weight_decay: float = bounded(0.0, 0.0, 1.0)
     betas: tuple[float, ...] = bounded((0.9, 0.95), 0.0, BELOW_ONE)
-    eps: float = bounded(1e-8, 1e-16, 1e-2)  # at 0 a row without gradient is 0 / 0
+    eps: float = bounded(1e-8, 1e-16, 1e-2)  # with 0, the update of a row without gradient would be 0 / 0
     clip: float = bounded(1.0, 0.0, 1e6)
 
 
 def cuts(whole: int, start: int | None, plain: list[int]) -> tuple[Rung, ...]:
-    """The rungs of a ladder. First come the micro-batches of `plain` without activation checkpointing, none above
-    `start` (None: `whole`); `start` itself comes before them if it is not among them. Then come rungs with
-    checkpointing, from the last of these micro-batches down to one, halving.
+    """The rungs of a ladder. First come the micro-batches of `plain` that are not above `start` (`whole`, if it is
+    None), without activation checkpointing; `start` itself comes before them if it is not among them. Then come rungs
+    with checkpointing, which begin at the last of these micro-batches and are halved down to one.
     """
     first = min(start or whole, whole)
     micros = list(dict.fromkeys(m for m in plain if 1 <= m <= first))
@@ -141,7 +145,9 @@ def halves(whole: int) -> list[int]:
 
 
 def warmup_doubts(key: str, length: int, steps: int, rate: float, whole: str, instead: str) -> Iterator[str]:
-    """A warning if the warm-up optim.`key`, `length` steps, is longer than the training: `steps` of `whole`."""
+    """A warning if the warm-up optim.`key`, `length` steps, is longer than the training, which has `steps` steps.
+    `whole`: the name of the training in the sentence.
+    """
     if length > steps > 0:
         yield (
             f"optim.{key} is {counted(length, 'step')}, {whole} {steps}: the learning rate never reaches"
@@ -157,7 +163,9 @@ def rate_in_words(value: float) -> str:
 def too_short(
     counts: Mapping[str, int | None], unit: str, least: int, sequence: int, notes: Mapping[str, str] | None = None
 ) -> str:
-    """Which split of a dataset has fewer than the `least` units that data.sequence needs, or nothing."""
+    """A sentence about a split of a dataset that has fewer than the `least` units which data.sequence needs; empty if
+    there is none.
+    """
     for split in ("train", "validation"):
         count = counts.get(split)
         if count is not None and count < least:

@@ -1,4 +1,6 @@
-"""Computes from a job's answers how a batch is split over ranks and micro-batches, and which split fits a GPU."""
+"""Computes how a batch is split over ranks and micro-batches, and which split fits on a GPU. This module uses only the
+answers of the job's config.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def is_endless(config: JobConfig) -> bool:
 
 
 def launched(config: JobConfig, ranks: int) -> int:
-    """The number of processes that the supervisor starts for `ranks`: for a user's program one, its host."""
+    """The number of processes that the supervisor starts for `ranks`: for a user's command only one, its host."""
     return 1 if config.processes == "own" else ranks
 
 
@@ -46,7 +48,9 @@ def peak_gb(config: JobConfig, phase_index: int, rung: Rung, ranks: int = 1) -> 
 
 @remembered
 def choose_rung(config: JobConfig, gpu_memory_gb: float, phase_index: int | None = None, ranks: int = 1) -> Rung | None:
-    """The highest rung that is predicted to fit, in every phase if `phase_index` is None. None if no rung fits."""
+    """The highest rung that is predicted to fit, in every phase if `phase_index` is None. Returns None if no
+    rung fits.
+    """
     chosen = range(len(config.phases())) if phase_index is None else (phase_index,)
     for rung in config.ladder(ranks):
         if all(peak_gb(config, index, rung, ranks) <= gpu_memory_gb for index in chosen):
@@ -56,8 +60,8 @@ def choose_rung(config: JobConfig, gpu_memory_gb: float, phase_index: int | None
 
 def lower_rung(config: JobConfig, rung: Rung, phase_index: int, ranks: int = 1) -> Rung | None:
     """The rung to try after a real out-of-memory error: the next one that is predicted to need less; None if there is
-    none. A split that begins to accumulate gradients is skipped, because gradients then stay in memory beside the
-    activations.
+    none. If the present rung does not accumulate gradients, a next rung that begins to do so may be skipped, because
+    gradients then stay in memory together with the activations.
     """
     rungs = config.ladder(ranks)
     now = peak_gb(config, phase_index, rung, ranks)

@@ -39,7 +39,7 @@ from gpufleet.job.kind.common import (
 from gpufleet.job.kind.job import JobConfig, Probed, Processes, changed
 
 PHASE = "train"
-PROBE_SAVE_S = 600.0  # seconds that a probe waits after its steps for the command to save by itself
+PROBE_SAVE_S = 600.0  # seconds for which a probe waits after its steps until the command saves by itself
 STEP, EPOCH, RANK = "{step}", "{epoch}", "{rank}"
 MINUTE_MS = 60_000.0
 GPUS_NAMED = re.compile(r"(?P<gpus>[1-9][0-9]{0,2}) ?x ?(?P<gpu>\S.*)")
@@ -62,8 +62,8 @@ class Format:
     of_rank: str = ""  # a regular expression for names of files that only the writing rank reads
 
 
-# DeepSpeed's ZeRO files, also below another framework's checkpoint: a rank reads only its own files (runtime/engine.py
-# of 0.19.8), unless `elastic_checkpoint` lets another number of GPUs read them.
+# The names of DeepSpeed's ZeRO files, which may also be inside of another framework's checkpoint. A rank reads only its
+# own files (runtime/engine.py of 0.19.8), unless `elastic_checkpoint` allows a different number of GPUs to read them.
 ZERO_OF_RANK = r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_.*\.pt"
 FORMATS: dict[str, Format] = {
     "hf-trainer": Format(
@@ -71,7 +71,7 @@ FORMATS: dict[str, Format] = {
         complete="trainer_state.json",  # rank 0 writes this file after weights and optimizer
         unless="checkpoint-is-incomplete.txt",
         progress=(
-            # only the progress bar of the training has no words before it
+            # The progress bar of the training is the only one without words in front of it.
             r"^\s*\d+%\|[^|]*\| *(?P<step>\d+)/(?P<total>\d+) \[",
             r"'loss': '?(?P<loss>[\d.]+(e[+-]?\d+)?)",
             r"'eval_loss': '?(?P<val>[\d.]+)",
@@ -103,22 +103,22 @@ FORMATS: dict[str, Format] = {
     "file": Format(),
     "none": Format(),  # a command that saves nothing
 }
-COUNTED = re.compile(r"\{(step|epoch)(?::[0-9a-z]+)?\}")  # the counts in a checkpoint's names
+COUNTED = re.compile(r"\{(step|epoch)(?::[0-9a-z]+)?\}")  # the placeholders for numbers in a checkpoint's names
 GROUPS = ("step", "loss", "val", "step_ms", "total", "epoch", "batch", "batches")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resume:
-    """Words and variables that the command gets only if a checkpoint was restored."""
+    """Words and environment variables that are added to the command only if a checkpoint was restored."""
 
     args: str = ""  # words with {checkpoint}, {step} and {epoch}
     env: dict[str, str] | None = None
-    check: Literal["step", "none"] = "step"  # none: gpufleet does not check whether the command resumes
+    check: Literal["step", "none"] = "step"  # with `none`, gpufleet does not check whether the command resumes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Every:
-    """How often the command saves by itself. After a loss at most this much work is repeated."""
+    """How often the command saves by itself. After the loss of a node, at most this much work is repeated."""
 
     steps: int | None = bounded(None, 1, 100_000_000)
     minutes: float | None = bounded(None, 0.01, 10_000.0)
@@ -127,8 +127,8 @@ class Every:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandCheckpoint:
-    """The files that make one checkpoint of the command, below {checkpoints}. The word none stands for a command that
-    saves nothing.
+    """The files that make one checkpoint of the command, below {checkpoints}. The single word `none` means that the
+    command saves nothing.
     """
 
     WORDS: ClassVar[dict[str, dict[str, str]]] = {"none": {"format": "none"}}  # texts that stand for a whole section
@@ -139,7 +139,7 @@ class CommandCheckpoint:
     complete: str | None = None
     unless: str | None = None
     rewritten: bool = False  # whether one file is overwritten again and again; its step then comes from the progress
-    also: tuple[str, ...] = ()  # kept with each checkpoint: a tokenizer, for example
+    also: tuple[str, ...] = ()  # names of files that are kept with each checkpoint, for example a tokenizer
     every: Every = Every()
     size_gb: float | None = bounded(None, 0.0001, 10_000.0)
     same_gpus: bool = True  # whether a checkpoint that 8 GPUs wrote can only be read by 8 GPUs
@@ -175,11 +175,13 @@ class CommandWork:
 
     steps: int | None = bounded(None, 1, 1_000_000_000)
     epochs: int | None = added_later(None, 1, 1_000_000)
-    steps_per_epoch: int | None = added_later(None, 1, 1_000_000_000)  # if it is given, epochs are counted in steps
-    # By GPU as the catalog names it, or by `8 x H100`; declared, not measured.
+    # if it is given, the run counts steps instead of epochs
+    steps_per_epoch: int | None = added_later(None, 1, 1_000_000_000)
+    # Milliseconds of a step, by the catalog's name of the GPU, or by `8 x H100`. They are declared, and not measured.
     step_ms: dict[str, float] | None = None
     epoch_minutes: dict[str, float] | None = added_later(None)  # minutes of an epoch, by GPU in the same way
-    from_: Literal["own", "page"] = added_later("own")  # the figure's source: the user, or a web page
+    # where these times come from: from the user's own measurement, or from a web page
+    from_: Literal["own", "page"] = added_later("own")
     hours: Hours | None = None
     early: bool = False  # whether it may end by itself before its last step
 
@@ -191,17 +193,17 @@ class StopRules:
     signal: Signal = "TERM"
     saves: Literal["true", "false", "unknown"] = "unknown"  # whether the command saves on that signal
     grace_s: float = bounded(90.0, 0.1, 3600.0)
-    request: Signal | None = None  # the signal on which it saves and continues
+    request: Signal | None = None  # the signal on which the command saves and then continues
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExitRules:
     """The meaning of the command's exit codes other than 0."""
 
-    fatal: tuple[int, ...] = ()  # no node can succeed
-    again: tuple[int, ...] = ()  # another node may succeed
-    restarts: int = bounded(2, 0, 100)  # restarts on the same node, from the last whole checkpoint
-    # minutes that a node stays after a failure, for `gpufleet shell`
+    fatal: tuple[int, ...] = ()  # codes after which no node can succeed
+    again: tuple[int, ...] = ()  # codes after which another node may succeed
+    restarts: int = bounded(2, 0, 100)  # number of restarts on the same node, from the last complete checkpoint
+    # Minutes for which a node stays after a failure, for `gpufleet shell`.
     hold_minutes: float = added_later(0.0, 0.0, 1440.0)
 
 
@@ -217,11 +219,11 @@ class CommandConfig(JobConfig):
         "workdir",
     )  # fmt: skip
 
-    command: str = ""  # for sh -ec
-    setup: str = ""  # runs once per node, before the command
-    workdir: str = added_later("{code}")  # the folder in which the command starts, below that of the code
+    command: str = ""  # the text of the command, for `sh -ec`
+    setup: str = ""  # text for `sh -ec` that runs once per node, before the command
+    workdir: str = added_later("{code}")  # the folder in which the command starts, relative to that of the code
     code: Code | None = None
-    registry: str | None = None  # ssm:/name of user:password, for a private image that is not in ECR
+    registry: str | None = None  # ssm:/name of a secret with user:password, for a private image that is not in ECR
     resume: Resume = Resume()
     env: dict[str, str] | None = None
     secrets: dict[str, str] | None = None  # NAME: ssm:/name or secretsmanager:name
@@ -233,7 +235,7 @@ class CommandConfig(JobConfig):
     stop: StopRules = StopRules()
     exit: ExitRules = ExitRules()
     outputs: tuple[str, ...] = ("{outputs}",)
-    memory_gb: float | None = bounded(None, 0.1, 1000.0)  # per GPU
+    memory_gb: float | None = bounded(None, 0.1, 1000.0)  # GB per GPU
     device: Literal["cuda", "cpu"] = "cuda"
     log: Log = Log()
 
@@ -242,7 +244,7 @@ class CommandConfig(JobConfig):
 
     @property
     def format(self) -> Format:
-        """The declared format's entry; empty without one."""
+        """The settings of the declared checkpoint format; empty settings if the definition declares no format."""
         return FORMATS[self.checkpoint.format or "file"]
 
     @property
@@ -269,8 +271,8 @@ class CommandConfig(JobConfig):
 
     @property
     def parts(self) -> NodeParts:  # type: ignore[override]
-        """Which parts of a checkpoint the nodes write: each node writes its own part. A file that is overwritten is
-        written by the leader alone.
+        """Which parts of a checkpoint the nodes write: each node writes its own part. Only the leader writes a file
+        that is overwritten.
         """
         own = [re.sub(r"\\\{.*?\\\}|\\\*", "[^/]*", re.escape(name)) for name in self.names if RANK in name]
         zero = ZERO_OF_RANK if self.checkpoint.same_gpus else ""
@@ -306,7 +308,7 @@ class CommandConfig(JobConfig):
 
     @property
     def unit(self) -> Unit:
-        """The unit of the run's bill, metrics and checkpoints: epochs if nothing counts steps."""
+        """The unit of the run's bill, metrics and checkpoints: epochs if nothing is counted in steps."""
         if self.steps is None and self.work.epochs is not None:
             return "epoch"
         says_epochs = "epoch" in self.groups and not self.groups & {"step", "batch"}
@@ -319,7 +321,7 @@ class CommandConfig(JobConfig):
 
     @property
     def stages(self) -> int:
-        """How many trainings the command runs one after another, as far as its text shows, and at least 1."""
+        """The number of trainings that the command runs one after another, as far as its text shows; at least 1."""
         parts = re.split(r"&&|;|\n", self.command)
         scripts = [match[0] for part in parts if (match := TRAINING.search(part)) and not EVALUATION.search(match[0])]
         return max(1, len(scripts))
@@ -354,7 +356,7 @@ class CommandConfig(JobConfig):
 
     @property
     def counts_steps(self) -> bool:
-        """Whether `phases` counts the command's steps or epochs, not seconds."""
+        """Whether `phases` has the command's steps or epochs, and not seconds."""
         return self.total is not None
 
     @property
@@ -404,7 +406,7 @@ class CommandConfig(JobConfig):
 
     def save_interval_s(self, step_s: float) -> float:
         if not self.saves:
-            return ENDLESS_S  # after a loss all work is repeated
+            return ENDLESS_S  # without checkpoints, all work is repeated after a loss
         every = self.checkpoint.every
         if every.minutes is not None:
             return every.minutes * 60
@@ -420,8 +422,8 @@ class CommandConfig(JobConfig):
         save_steps: int | None = None,
         saves_on_stop: bool = False,
     ) -> CommandConfig:
-        """The config, in which a measured size replaces the declared one; other values count only if none is
-        declared.
+        """The config, in which a measured size replaces the declared one; other measured values are used only if no
+        value is declared.
         """
         if hours:
             bought = Hours(low=hours, likely=hours, high=hours)
@@ -435,8 +437,8 @@ class CommandConfig(JobConfig):
         return changed(self, checkpoint=saved, stop=replace(self.stop, saves=saves))
 
     def probed(self, steps: int) -> Probed:
-        """A probe is stopped, not shortened. It waits until the command saves by itself, unless a stop or a request
-        makes the command save; after a failure it does not wait.
+        """A probe stops a command; it does not shorten it. It then waits until the command saves by itself, unless the
+        command saves on a stop or on a request.
         """
         stop_at = min(steps, total_steps(self))
         log = replace(self.log, every=max(1, min(self.log.every, stop_at // LINES_PROBED)), tensorboard=False)
@@ -451,7 +453,7 @@ class CommandConfig(JobConfig):
         return in_gb(weights=self.memory_gb * GB, gradients=0, moments=0, activations=0, logits=0)
 
     def sizes(self) -> Sizes:
-        """The bytes of a checkpoint, as declared. The outputs count as being as large as one checkpoint."""
+        """The bytes of a checkpoint, as declared. The outputs are assumed to be as large as one checkpoint."""
         held = round((self.checkpoint.size_gb or 0.0) * GB)
         return Sizes(
             checkpoints=(held,),
@@ -471,7 +473,9 @@ class CommandConfig(JobConfig):
         return (Rung(micro=1),)
 
     def ranks(self, gpu_count: int, nodes: int = 1) -> int:
-        """The number of GPUs that the command uses: the declared one, or all if it starts a process for each."""
+        """The number of GPUs that the command uses: the declared number, or all GPUs if the command starts a process
+        for each.
+        """
         several = any(word in self.command for word in LAUNCHERS) or any(
             stated.counts and stated.gpus and stated.gpus > 1 for stated in self._told_times()
         )
@@ -485,7 +489,7 @@ class CommandConfig(JobConfig):
         return self.stop.grace_s
 
     def problems(self) -> list[tuple[str, str]]:
-        """Problems that no single field's range shows, each as (path under job, sentence)."""
+        """Problems that are more than a single value out of its range, each as (path under job, sentence)."""
         return list(self._problems())
 
     def _problems(self) -> Iterator[tuple[str, str]]:
@@ -525,7 +529,7 @@ class CommandConfig(JobConfig):
                 )
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """All texts that may hold placeholders, as (path under job, text)."""
+        """All texts that may contain placeholders, as (path under job, text)."""
         yield from (("command", self.command), ("setup", self.setup), ("workdir", self.workdir))
         yield "resume.args", self.resume.args
         for path, table in (("env", self.env), ("resume.env", self.resume.env)):
@@ -643,7 +647,7 @@ class CommandConfig(JobConfig):
             yield "registry", "where user:password is kept: ssm:/name or secretsmanager:name. ECR needs none"
 
     def doubts(self, steps: int) -> Iterator[str]:
-        """Settings that make a paid run worth less, with a sentence for each setting."""
+        """Settings by which a run could waste money, with a sentence for each."""
         for names, key in ((STEP_COUNTS, "steps"), (EPOCH_COUNTS, "epochs")):
             written, counted = setting(self.command, names), getattr(self.work, key)
             if written is not None and counted is not None and int(written["value"]) != counted:
@@ -675,7 +679,7 @@ class CommandConfig(JobConfig):
 
 
 def _leaves(folder: str) -> bool:
-    """Whether a folder, relative to the code's, is outside of the run's own."""
+    """Whether a path, relative to the folder of the code, leads out of the run's own folders."""
     return os.path.normpath(folder).startswith(("/", "../")) or os.path.normpath(folder) == ".."
 
 
@@ -685,7 +689,7 @@ TRAINING = re.compile(
 )
 EVALUATION = re.compile(r"eval|test|valid|predict|infer|generat|export|convert|merge|prepare|preprocess|download|data")
 
-# The names that scripts give these settings. They match in any case, and with - in place of _.
+# The names that scripts give these settings. They match in upper and lower case, and with - instead of _.
 STEP_COUNTS = (
     "max_iters",
     "max_steps",
@@ -729,8 +733,8 @@ PLACEHOLDERS = (
 )
 NODE_RANK = "GPUFLEET_NODE_RANK"  # as in contract/environment.py
 STATIC = "--nnodes {nodes} --node-rank {node_rank} --master-addr {master} --master-port {port}"  # options of torchrun
-# Options with which each node waits only for itself: no meeting point, its own address as the meeting point, or a
-# number of nodes of 1.
+# Options with which each node waits only for itself: there is no rendezvous address, or it is the node's own address,
+# or the number of nodes is 1.
 _OWN = r"(localhost|127\.0\.0\.1|0\.0\.0\.0)\b"
 _ADDRESS = "rdzv[-_]endpoint|master[-_]addr|main[-_]process[-_]ip|main[-_]address|dist[-_]url"
 ALONE = re.compile(
@@ -746,8 +750,9 @@ PLACEHOLDER_NAMES = re.compile(
 
 
 def unknown_placeholders(text: str, *, extra: bool = False) -> str:
-    """The first {word} of a text that is no placeholder; empty if there is none. `extra`: {checkpoint}, {step}, {epoch}
-    are placeholders too. Braces without a plain name in them (${HOME}, {1..3}, {"json": 1}) are left to the shell.
+    """The first {word} of a text that is no placeholder; empty if there is none. `extra`: whether {checkpoint}, {step}
+    and {epoch} are placeholders too. Braces without a plain name in them (${HOME}, {1..3}, {"json": 1}) are left to the
+    shell.
     """
     for match in PLACEHOLDER.finditer(text):
         known = PLACEHOLDER_NAMES.fullmatch(match[1]) or (extra and match[1] in ("checkpoint", "step", "epoch"))
@@ -757,7 +762,9 @@ def unknown_placeholders(text: str, *, extra: bool = False) -> str:
 
 
 def filled(text: str, values: dict[str, str | int]) -> str:
-    """The text with its placeholders replaced, {step:06d} too; {{ and }} become braces. Unknown ones stay."""
+    """The text in which placeholders, such as {step:06d}, are replaced, and {{ and }} become braces. Unknown
+    placeholders stay.
+    """
 
     def replaced(match: re.Match[str]) -> str:
         if match[0] in ("{{", "}}"):

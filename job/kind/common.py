@@ -13,22 +13,24 @@ from dataclasses import dataclass, field
 from functools import lru_cache, wraps
 from typing import Any, Literal, TypeVar, cast
 
-Say = Callable[[str], None]  # a function that gets one line of text for people
+Say = Callable[[str], None]  # a function that shows one line of text to people
 GB = 1e9
 PART_BYTES = 64 * 1024 * 1024  # bytes of one part of an upload to S3; each part is a billed request
-DEVICE_RESERVE_GB = 1.0  # CUDA context, cuBLAS workspace, fragmentation: an estimate, on top of what torch allocates
-# Which weights final/ holds: those of the last phase's best evaluation, or those after the last step.
+# an estimate of the memory for CUDA context, cuBLAS workspace and fragmentation, in addition to what torch allocates
+DEVICE_RESERVE_GB = 1.0
+# Which weights final/ contains: those of the last phase's best evaluation, or those after the last step.
 Deliver = Literal["best", "last"]
-EVALUATIONS_PROBED = 3  # evaluations per phase of a shortened job, if it evaluates at all
-LINES_PROBED = 10  # lines of metrics.jsonl per phase of a shortened job, at least: each is one sample
+EVALUATIONS_PROBED = 3  # the least number of evaluations in a phase of a shortened job, if the job evaluates
+# the least number of lines of metrics.jsonl in a phase of a shortened job, because each line is one sample
+LINES_PROBED = 10
 ENDLESS_S = 10 * 365 * 24 * 3600  # stands for the steps of a run without a declared length, which trains until a limit
 F = TypeVar("F", bound=Callable[..., Any])
-_KEPT = 4096  # cached answers
+_KEPT = 4096  # number of cached results
 
 
 def remembered(function: F) -> F:
-    """The function with a cache for frozen parameters, which a comparison passes thousands of times. Objects are found
-    by identity first, because hashing the parameters takes longer than the lookup.
+    """The function with a cache. A comparison calls such a function with the same frozen parameters thousands of times.
+    Objects are found by identity first, because hashing the parameters takes longer than the lookup.
     """
     of_equal, cached = lru_cache(maxsize=_KEPT)(function), dict[tuple[Any, ...], tuple[Any, Any]]()
 
@@ -38,7 +40,7 @@ def remembered(function: F) -> F:
         if key not in cached:
             if len(cached) >= _KEPT:
                 cached.clear()
-            # while the cache keeps the object, no other object can have its identity
+            # While the cache keeps the object, no other object can have the same identity.
             cached[key] = config, of_equal(config, *rest, **named)
         return cached[key][1]
 
@@ -53,8 +55,8 @@ def bounded(default: Any, minimum: float | None = None, maximum: float | None = 
 def added_later(
     default: Any, minimum: float | None = None, maximum: float | None = None, *, version: str = "0.2.0"
 ) -> Any:
-    """A field that is new in this version, with its range. An older run has its default: the digest that tells runs
-    apart (infra/program/run_guard.py) omits the field while it has that value.
+    """A field that older versions do not have, with its range. For an older run the field has its default. The digest
+    by which runs are distinguished (infra/program/run_guard.py) omits the field while it has this default.
     """
     return field(default=default, metadata={"added": version, "minimum": minimum, "maximum": maximum})
 
@@ -66,8 +68,8 @@ def one_or_more() -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """When checkpoints are saved: by time, not steps. `heartbeat_s` is for the supervisor; it is here because job and
-    supervisor both read it.
+    """When checkpoints are saved. The interval is in time, and not in steps. `heartbeat_s` is for the supervisor; it is
+    here because job and supervisor both read it.
     """
 
     interval_s: float = bounded(300.0, 0.5, 86400.0)
@@ -76,13 +78,15 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Log:
-    """Console and metrics.jsonl; on request TensorBoard scalars, and W&B or MLflow, with the same figures."""
+    """Console and metrics.jsonl; on request also TensorBoard, W&B or MLflow, with the same metric values."""
 
-    every: int = bounded(10, 1, 1_000_000)  # in steps
+    every: int = bounded(10, 1, 1_000_000)  # steps between two lines
     tensorboard: bool = False
-    tracker: Literal["none", "wandb", "mlflow"] = added_later("none")  # job/supervisor/tracker.py
+    # the tracker that gets the metric values; see job/supervisor/tracker.py
+    tracker: Literal["none", "wandb", "mlflow"] = added_later("none")
     env: dict[str, str] | None = added_later(None)  # the tracker's environment variables
-    secrets: dict[str, str] | None = added_later(None)  # the same, from NAME: ssm:/name or secretsmanager:name
+    # environment variables of the tracker whose values are secrets, as NAME: ssm:/name or secretsmanager:name
+    secrets: dict[str, str] | None = added_later(None)
 
     def __hash__(self) -> int:
         return hash(repr(self))  # it has maps, which cannot be hashed
@@ -90,12 +94,14 @@ class Log:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guard:
-    """When a run counts as diverged (NaN and infinity always do), and how often it then resumes from before."""
+    """When a run is taken to have diverged (with NaN and infinity it always is), and how often it then resumes from an
+    earlier checkpoint.
+    """
 
-    divergence: bool = True  # False: a loss that rises and stays high has no consequence
+    divergence: bool = True  # if False, a loss that rises and stays high has no consequence
     # nats above the lowest upper decile of all windows of `window` logged losses
     rise: float = bounded(1.0, 0.001, 1000.0)
-    window: int = bounded(50, 10, 10_000)  # logged losses
+    window: int = bounded(50, 10, 10_000)  # number of logged losses in a window
     in_a_row: int = bounded(10, 2, 10_000)  # number of high logged losses in a row that starts an evaluation
     retries: int = bounded(2, 0, 100)  # how often the run resumes from the last good checkpoint before it fails
     lr_factor: float = bounded(0.5, 0.01, 1.0)  # factor on every learning rate at each retry
@@ -121,14 +127,15 @@ class Code:
 class PhaseSize:
     """One phase in numbers. `flops_per_token` is useful work of training: forward and backward, no recompute.
 
-    Work besides the optimizer steps: `evaluations` of `evaluation_tokens` each and `forward_tokens` once, forward only;
-    `decode_steps` tokens, generated one after another in each of `decode_sequences`; the ranks share the sequences, and
-    each rank decodes `decode_at_once` of them at a time. `cpu_core_s` is spread over the node's vCPUs, `gpu_s` over
-    `workers` (0: as many as the node has GPUs).
+    Further work is: `evaluations`, each with forward passes over `evaluation_tokens`; one forward pass over
+    `forward_tokens`; and `decode_steps` tokens, which are generated one after another in each of `decode_sequences`.
+    The sequences are split over the ranks, and each rank decodes `decode_at_once` of them at a time. `cpu_core_s` is
+    spread over the node's vCPUs, `gpu_s` over `workers` (0: as many as the node has GPUs).
     """
 
     name: str
-    # the kind of training whose speeds apply: from scratch, all weights, adapter, mixture; empty if none does
+    # The kind of training whose speeds are used: from scratch, all weights, adapter, or mixture; empty if there is
+    # none.
     kind: str = ""
     params_total: int
     params_active: int
@@ -140,27 +147,29 @@ class PhaseSize:
     evaluations: int = 0
     evaluation_tokens: int = 0
     forward_tokens: int = 0
-    forward_share: float = 1 / 3  # share of flops_per_token for a token that only passes forward
+    forward_share: float = 1 / 3  # the share of flops_per_token that a forward pass alone needs
     decode_steps: int = 0
     decode_sequences: int = 1
     decode_at_once: int = 1
     cpu_core_s: float = 0.0
     gpu_s: float = 0.0
     workers: int | None = None
-    launch_ms: float = 0.0  # host time to launch a step's kernels, beside the GPU: a step takes the longer of both
+    # host time to launch the kernels of a step, while the GPU works; a step takes the longer of the two times
+    launch_ms: float = 0.0
     micro_launch_ms: float = 0.0  # the same time per micro-batch, if the node decides the number of micro-batches
     row_host_ms: float = 0.0  # host time per row of a rank: preparation at run time
     slower: float = 1.0  # factor on the time of its kind of work if a setting that speeds it up is off
     growth_s: float = 0.0  # seconds before the phase's first step, to make and check a model that changes shape
-    sharded: bool = False  # whether the trained state is split over the ranks (FSDP2); else each rank has a copy
+    sharded: bool = False  # whether the trained state is split over the ranks (FSDP2); if not, each rank has a copy
     gathered_bytes: int = 0  # bytes of split weights that each micro-batch gathers from the ranks
-    # the attention as counted in flops_per_token; None if there is none
+    # The form of attention that is assumed in flops_per_token; None if there is none.
     attention: Literal["causal", "full"] | None = "causal"
     # seconds, for a run with an unknown number of steps, in which a step stands for one second
     counts: Literal["steps", "epochs", "seconds"] = "steps"
-    validation: str | None = "val"  # the name of its validation figure, lower is better; None if no data are held out
+    # the name of its validation loss, of which lower values are better; None if no data are held out
+    validation: str | None = "val"
     may_stop_early: bool = False  # whether the phase may end by itself before its last step
-    waits_for_saves: bool = False  # whether training stands still until a save is written
+    waits_for_saves: bool = False  # whether training waits until a save is written
 
     def evaluation_s(self, step_s: float) -> float:
         """Seconds of one evaluation, if a step takes `step_s`."""
@@ -190,14 +199,16 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Bytes that a job reads and writes. A field `by phase` has one entry for each phase, in order."""
+    """Bytes that a job reads and writes. A field that is said to be `by phase` has one entry for each phase, in
+    order.
+    """
 
     checkpoints: tuple[int, ...]  # by phase: trained weights and their moments, over all ranks
     # by phase: the checkpoint at the end of the phase, without moments, which are not needed any more
     phase_ends: tuple[int, ...]
-    exports: dict[str, int]  # weights-only files beside the checkpoints, in order
-    final: dict[str, int]  # the run's product, which `gpufleet results` downloads, in the order of writing
-    final_if_cut: tuple[int, ...]  # by phase: final/ if a limit ends the run in it
+    exports: dict[str, int]  # bytes of files with weights alone, which are exported beside the checkpoints, in order
+    final: dict[str, int]  # bytes of the files in final/, which `gpufleet results` downloads, in the order of writing
+    final_if_cut: tuple[int, ...]  # by phase: bytes of final/ if a limit ends the run in this phase
     dataset: int  # bytes of the prepared dataset, estimated before it exists
     base_weights: int = 0  # bytes of base weights that a node downloads before the first step
     staged_in_memory: bool = True  # whether the host keeps a checkpoint in memory while it is written
@@ -208,9 +219,9 @@ class Sizes:
 class Rung:
     """One way to split the global batch: micro-batches of `micro` per rank and pass, the last one maybe smaller.
 
-    `micro` counts the units of the experiment's batch: windows, packed rows or queries. With `checkpointing` a block
-    keeps the results of its matrix products and recomputes the rest in the backward pass; with `products_too` it keeps
-    only its input.
+    `micro` counts the units of the experiment's batch: windows, packed rows or queries. If `checkpointing`, a block
+    keeps the results of its matrix products, and computes all others again in the backward pass; if `products_too`, it
+    keeps only its input.
     """
 
     micro: int
@@ -223,17 +234,18 @@ class Demands:
     """What a job needs from its node."""
 
     one_node: str = ""  # why several nodes do not help; empty if they do
-    apart: str = ""  # the hint if each of several nodes would train alone; empty if they train together
+    apart: str = ""  # advice if each of several nodes would train alone; empty if they train together
     like_nodes: bool = False  # whether only a node with the same number of GPUs can resume its checkpoints
-    interval: bool = False  # whether the interval between saves is unknown, which matters only if nodes are interrupted
+    # whether the interval between saves is unknown; this is a problem only if nodes are interrupted
+    interval: bool = False
     container_options: str = ""  # options for `docker run`; {app}: the job archive's folder
     code: Code | None = None  # the user's code, which a node gets beside gpufleet's own
     installs: bool = False  # whether the job may install packages in its container
     inputs: tuple[tuple[str, str], ...] = ()  # entries of storage.inputs that it uses, as (path of the key, name)
     takes: tuple[str, ...] = ()  # the only files that it takes from an earlier stage's output; empty for all
-    leaves: tuple[str, ...] = ()  # the files of final/ that it leaves for a later stage, if that stage asks for some
-    # The entries of Parameter Store (ssm:/name) and Secrets Manager (secretsmanager:name) that a node may read, by
-    # their names in the parameters; and the entry with user:password for the image's registry.
+    leaves: tuple[str, ...] = ()  # the files of final/ that it writes for a later stage which needs certain files
+    # The secrets in Parameter Store (ssm:/name) and Secrets Manager (secretsmanager:name) that a node may read, by
+    # their names in the parameters; and the secret with user:password for the image's registry.
     secrets: Mapping[str, str] = field(default_factory=dict)
     login: str | None = None
     node_role: bool = False  # whether the job itself has its node's rights
@@ -244,30 +256,30 @@ class Demands:
 class ToldTime:
     """How long a step, or an epoch, takes on a GPU, as declared."""
 
-    section: str  # the path of the section that declares it, and its key there
+    section: str  # the path of the section that declares the time, and the key in this section
     key: str
     gpu: str
-    gpus: int | None  # None if not declared
+    gpus: int | None  # the number of GPUs; None if it is not declared
     ms: float
-    counts: bool  # whether the time is for the run's unit
+    counts: bool  # whether the time is that of the run's own unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToldSpeed:
     """How long a step takes, if the parameters declare it."""
 
-    key: str  # the path of the section that declares it
+    key: str  # the path of the key that declares the speed
     times: tuple[ToldTime, ...] = ()
-    from_page: bool = False  # whether the figure is from a web page, not from the user
+    from_page: bool = False  # whether the time comes from a web page, and not from the user's own measurement
     hours: tuple[float, float, float] | None = None  # p10, p50 and p90 of the whole work; None if not declared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeParts:
-    """The parts of a checkpoint that nodes other than the leader have; the leader has everything that it writes."""
+    """The parts of a checkpoint that nodes other than the leader have; the leader has all files that it writes."""
 
-    reads: bool = False  # each node needs the checkpoint on its own disk
-    leaves: bool = False  # each node writes a part of the checkpoint to its own disk
+    reads: bool = False  # whether each node needs the checkpoint on its own disk
+    leaves: bool = False  # whether each node writes a part of the checkpoint to its own disk
     of_rank: tuple[str, ...] = ()  # regular expressions for names of files that only the writing rank reads
 
     def is_of_rank(self, name: str) -> bool:
@@ -278,7 +290,7 @@ class NodeParts:
 def in_gb(
     *, weights: float, gradients: float, moments: float, activations: float, logits: float, peak: float | None = None
 ) -> Memory:
-    """A Memory made from bytes. Without a given peak, all bytes exist at the peak."""
+    """A Memory that is made from bytes. If no peak is given, the peak is the sum of all bytes."""
     return Memory(
         weights_gb=weights / GB,
         gradients_gb=gradients / GB,

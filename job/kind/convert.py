@@ -1,4 +1,4 @@
-"""Turns text into the dataclasses of a definition or of a kind of job: the values that a field may hold.
+"""Turns text into the dataclasses of a definition or of a kind of job: and checks the values.
 
 A field's rule is its metadata (`minimum`, `maximum`) or a `Rule`. This module reads JSON. infra.definition.schema reads
 YAML, in which every value is text with a line number, by the same rules and with the same words.
@@ -27,10 +27,11 @@ class Rule:
     maximum: float | None = None
     unit: str = ""
     pattern: str = ""
-    allowed: str = ""  # the pattern in words
-    hint: str | Callable[[str], str] = ""  # advice if the value does not match; made from the text as written
-    most: int | None = None  # items of a list or section
-    one: bool = False  # a single text counts as a list of one
+    allowed: str = ""  # the allowed values in words, if there is a pattern
+    # advice if the value does not match; it may be made from the text in the file
+    hint: str | Callable[[str], str] = ""
+    most: int | None = None  # the most items of a list or section
+    one: bool = False  # whether a single text is accepted as a list of one
     moment: bool = False  # for a time: whether a span such as `in 10 h` is refused
 
     def includes(self, value: float | Decimal) -> bool:
@@ -51,7 +52,7 @@ def hints(cls: type[Any]) -> dict[str, Any]:
 
 
 def unwrap(hint: Any) -> tuple[Any, bool]:
-    """The type without `| None`, and whether None is allowed. A deadline has two types: this is the first."""
+    """The type without `| None`, and whether None is allowed. A deadline has two types, of which this is the first."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return next(arm for arm in typing.get_args(hint) if arm is not types.NoneType), True
     return hint, False
@@ -88,8 +89,8 @@ def describe(hint: Any, rule: Rule) -> str:
 
 
 def from_json(cls: type[T], tree: Any, path: str, default: T) -> T:
-    """The dataclass in the JSON at `path`; keys missing from `tree` are as in `default`. Raises ValueError naming every
-    unknown key and every value that is not allowed.
+    """The dataclass in the JSON at `path`; keys that are missing in `tree` have the value in `default`. Raises
+    ValueError, which names every unknown key and every value that is not allowed.
     """
     problems: list[str] = []
     built: T = _build(cls, tree, path, problems, default)
@@ -127,7 +128,7 @@ def _value(hint: Any, value: Any, path: str, rule: Rule, problems: list[str], de
     if typing.get_origin(inner) is dict and isinstance(value, dict):
         arm = typing.get_args(inner)[1]
         return {key: _value(arm, item, f"{path}.{key}", rule, problems) for key, item in value.items()}
-    if inner is float and type(value) is int and abs(value) < 2**53:  # larger ones are refused as integers
+    if inner is float and type(value) is int and abs(value) < 2**53:  # larger whole numbers are refused
         value = float(value)
     if not _is_allowed(inner, value, rule):
         problems.append(f"{path}: {value!r:.80} is not {describe(inner, rule)}")

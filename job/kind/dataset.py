@@ -15,9 +15,9 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """Arguments of `gpufleet prepare` besides the definition."""
+    """The arguments of `gpufleet prepare` in addition to the definition."""
 
-    text: Path | None = None  # instead of data.source
+    text: Path | None = None  # a file that is used instead of data.source
     tokenizer: Path | None = None
     weights: Path | None = None  # the folder of base weights
     say: Say = lambda line: None
@@ -27,14 +27,16 @@ class Dataset(ABC, Generic[C]):
     """The dataset of one kind of job, and its base weights, for the parameters `config`."""
 
     takes_tokenizer: ClassVar[bool] = True
-    generated: str = ""  # the data.source that is generated, neither downloaded nor the user's
+    generated: str = ""  # the value of data.source for generated data, which are neither downloaded nor the user's
 
     def __init__(self, config: C) -> None:
         self.config = config
 
     @abstractmethod
     def prepare(self, folder: Path, supplied: Given) -> DatasetManifest:
-        """The dataset in `folder`; if missing, made from the given text or from data.source. Raises ValueError."""
+        """The dataset in `folder`. If it is missing, it is made from the given text or from data.source. Raises
+        ValueError.
+        """
 
     @abstractmethod
     def accept(self, folder: Path, supplied: Given) -> DatasetManifest:
@@ -45,11 +47,13 @@ class Dataset(ABC, Generic[C]):
         return True
 
     def argument(self, *, own: bool = False) -> str:
-        """The further argument of `gpufleet prepare` if the source, or the data (`own`), is a user's file; else ""."""
+        """The further argument of `gpufleet prepare` if the source, or the data (`own`), is a user's file; otherwise
+        empty.
+        """
         return ""
 
     def differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
-        """How a prepared dataset of this kind differs from the parameters, as a phrase to put after its name; empty if
+        """How a prepared dataset of this kind differs from the parameters, as a phrase that follows its name; empty if
         it does not. `weights`: the folder of base weights.
         """
         return ""
@@ -58,12 +62,14 @@ class Dataset(ABC, Generic[C]):
         """Warns of a prepared dataset. Raises ValueError if the dataset leaves nothing to learn."""
 
     def read_by_steps(self, manifest: DatasetManifest) -> tuple[int, str, str] | None:
-        """For a run with its length in steps: number of units, what a unit is, and the setting. None for epochs."""
+        """For a run whose length is given in steps: the number of units that it reads, the name of a unit, and the
+        setting. None if the length is given in epochs.
+        """
         return None
 
     def weights_differ(self, folder: Path) -> str:
-        """How base weights in `folder` contradict the parameters, as a phrase after their name; empty if they
-        do not.
+        """How the base weights in `folder` contradict the parameters, as a phrase that follows their name; empty if
+        they do not.
         """
         return ""
 

@@ -1,9 +1,9 @@
-"""One kind of job before it runs: its parameters, and everything that follows from them. The module uses neither torch
-nor AWS.
+"""A kind of job before it runs: its parameters, and everything that can be computed from them. The module uses neither
+torch nor AWS.
 
-A kind is a frozen dataclass with the base `JobConfig`, whose three parts are the questions that it answers: what work
-it is, what data it needs, how it saves. `batch` computes what follows from these answers alone. Speed is not decided
-here: the bill computes it from a peak and an efficiency, or from a calibration.
+A kind is a frozen dataclass with the base `JobConfig`, whose three parts are the questions that it answers: what its
+work is, which data it needs, and how it saves. The module `batch` uses only these answers. Speed is not decided here:
+the bill computes it from a peak and an efficiency, or from a calibration.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ class Probed(NamedTuple):
 
 
 class Alternative(NamedTuple):
-    """Parameters that give an equally good result with the same data."""
+    """Other parameters, with which the result is as good, with the same data."""
 
-    setting: str  # the setting that asks for them: `batch.tokens 131,072`
+    setting: str  # the setting by which a user chooses them: `batch.tokens 131,072`
     config: JobConfig
-    narrower: bool = False  # true: the same batch with half the bytes of state; false: a larger batch, in fewer steps
+    # whether they are the same batch with half the bytes of state; if not, they are a larger batch in fewer steps
+    narrower: bool = False
 
 
 class Workload(ABC):
@@ -57,8 +58,8 @@ class Workload(ABC):
 
     path: ClassVar[str] = "job.parameters"  # the path of the parameters in a definition
     module: ClassVar[str]  # the trainer's module: `python -m MODULE WORKDIR`
-    # Which processes a node runs: one, on any device; one per GPU, which gpufleet starts; or the user's own program,
-    # which gpufleet's host starts.
+    # Which processes a node runs: a single one, on any device; one per GPU, which gpufleet starts; or the user's
+    # command, which gpufleet's host starts.
     processes: ClassVar[Processes] = "one"
     demands: ClassVar[Demands] = Demands()
     # Settings of this kind that do not change the time of a step, an evaluation or a save, in addition to SPEED_LEFT.
@@ -66,14 +67,14 @@ class Workload(ABC):
 
     @classmethod
     def code_folders(cls) -> tuple[str, ...]:
-        """The folders of job/ whose files decide how long a step takes. If there are none, the user's code decides it,
-        and a measurement of other code still counts, with a warning.
+        """The folders of job/ whose files decide how long a step takes. If there are none, the user's code decides it.
+        A measurement of different code is then still used, with a warning.
         """
         return ()
 
     @abstractmethod
     def phases(self) -> tuple[PhaseSize, ...]:
-        """Every phase in order. The last one may have no optimizer steps, only work after training."""
+        """Every phase in order. The last one may have no optimizer steps, but only work after training."""
 
     @abstractmethod
     def memory(self, phase_index: int, rung: Rung, ranks: int = 1) -> Memory | None:
@@ -95,7 +96,7 @@ class Workload(ABC):
     @abstractmethod
     def ladder(self, ranks: int = 1) -> tuple[Rung, ...]:
         """Ways to split the batch: first without activation checkpointing, the largest first, then with it. The global
-        batch, and with it the result, never changes. If the parameters state a micro-batch, the list begins with it.
+        batch, and with it the result, never changes. If the parameters have a micro-batch, it comes first.
         """
 
     def ranks(self, gpu_count: int, nodes: int = 1) -> int:
@@ -109,7 +110,9 @@ class Workload(ABC):
         return min(per_node * nodes, max(per_node, rows))
 
     def gpus_needed(self, there: int = 1) -> int:
-        """The least number of GPUs for the job on a node that has `there`; if that is 1, on any node; 0 on a CPU."""
+        """The least number of GPUs that the job needs on a node with `there` GPUs. If `there` is 1, the result is the
+        least on any node. The result is 0 on a CPU.
+        """
         return 0 if self.device == "cpu" else self.gpus or self.ranks(there)
 
     def products(self) -> str:
@@ -121,7 +124,7 @@ class Workload(ABC):
         return []
 
     def doubts(self, steps: int) -> Iterator[str]:
-        """Settings that make a paid run worthless, with a sentence for each. `steps` is the number of steps of its
+        """Settings that would make a run worthless, with a sentence for each. `steps` is the number of steps of its
         longest phase with the prepared data.
         """
         yield from ()
@@ -134,7 +137,7 @@ class Workload(ABC):
     @abstractmethod
     def probed(self, steps: int) -> Probed:
         """A job of about `steps` optimizer steps of the same work, in every phase that has any, without timed saves. If
-        the job's data decide its length, it is the whole job, which the probe then stops.
+        the length depends on the data, it is the whole job, which the probe then stops.
         """
 
     def completed(
@@ -145,8 +148,8 @@ class Workload(ABC):
         save_steps: int | None = None,
         saves_on_stop: bool = False,
     ) -> Self:
-        """The parameters, completed by known figures that they only declare or omit: `hours` of work, measured bytes of
-        a save, steps between two saves, and whether a stop made a save.
+        """The parameters, in which measured values replace those that they only declare or omit: the `hours` of work,
+        the bytes of a save, the steps between two saves, and whether the job saved on a stop.
         """
         return self
 
@@ -169,7 +172,9 @@ class DataNeeded:
         return NoDataset(self)
 
     def with_facts(self: Config, facts: Mapping[str, Any]) -> Config:  # type: ignore[misc]
-        """The parameters with the prepared dataset's counts, from its manifest's facts, not the expected ones."""
+        """The parameters with the sizes of the prepared dataset, which come from the facts in its manifest and replace
+        the expected sizes.
+        """
         return self
 
 
@@ -190,7 +195,7 @@ class Saving(ABC):
 
     @property
     def saves(self) -> bool:
-        """Whether the job has checkpoints. Without checkpoints all of its work is repeated after a loss."""
+        """Whether the job has checkpoints. A job without checkpoints repeats all of its work after a node is lost."""
         return True
 
     @abstractmethod
@@ -208,12 +213,12 @@ class Saving(ABC):
 
     @property
     def grace_s(self) -> float:
-        """Seconds that the job gets for a save, beyond the bill's prediction."""
+        """Seconds that the job gets for a save, in addition to the time that the bill predicts."""
         return 0.0
 
     @property
     def delivers_best(self) -> bool:
-        """Whether final/ holds the weights of the last phase's best evaluation, not those after the last step."""
+        """Whether final/ holds the weights of the last phase's best evaluation, and not those after the last step."""
         return False
 
 

@@ -1,4 +1,4 @@
-"""Environment variables and secrets that a definition names: which names and values are allowed."""
+"""Environment variables and secrets that a definition names: checks their names and values."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def without_keys(text: str) -> str:
 def problems(
     section: str, at: str, env: Mapping[str, str] | None, secrets: Mapping[str, str] | None
 ) -> Iterator[tuple[str, str]]:
-    """Problems of the entries `env` and `secrets` of a section, whose path in the definition is `section` and in the
-    parameters `at`: (key path, what is allowed).
+    """Problems of the entries `env` and `secrets` of a section, as (key path, what is allowed). The path of the section
+    is `section` in the definition, and `at` in the parameters.
     """
     for name, value in (env or {}).items():
         if not VARIABLE.fullmatch(name):

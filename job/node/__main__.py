@@ -1,8 +1,9 @@
 """One machine's attempt at the run, from boot to shutdown.
 
 A run ends by these steps: upload everything, write the done marker, delete the fleet, shut down. Every other end is a
-failed attempt: the node records it, counts it, and shuts down too. Nothing here leaves a machine running: whatever else
-breaks, this process ends with another code than 0, and the script that started it deletes the fleet and shuts down.
+failed attempt: the node records it, counts it, and shuts down too. No error leaves a machine running: if anything else
+fails, this process ends with a code other than 0, and the script that started it deletes the fleet and shuts the
+machine down.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ from gpufleet.job.node.schedule import Schedule
 from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 LOG_LINES = 200  # last lines of a crashed job's log that go into the boot log
-OTHERS_S = 300  # seconds that a block's other nodes get to end, once the run is over
-TIMER_STOP_S = 180  # so many seconds after its start the timer gives up on a docker that hangs
-# `up` adds its fleet's id to the bucket seconds after the fleet exists; `destroy` removes the id before the fleet.
+OTHERS_S = 300  # seconds in which a block's other nodes can end by themselves after the run is over
+TIMER_STOP_S = 180  # this many seconds after its start, the timer stops waiting for a docker that hangs
+# The seconds after which a fleet whose id is not in the bucket is taken to be unknown. `up` writes the id some seconds
+# after it made the fleet, and `destroy` removes the id before the fleet.
 UNKNOWN_S, KNOWN_LOOK_S = 600, 120
 
 
@@ -89,8 +91,8 @@ class NodeRun:
         )
         self.manifest: str | None = None
         self.keys: list[str] = []
-        self.others: OtherNodes  # exists from the beginning of the attempt's record on
-        self.workdir: Path | None = None  # the job's folder, once it exists
+        self.others: OtherNodes  # exists from the time at which the attempt's record is begun
+        self.workdir: Path | None = None  # the job's folder; None before it exists
         self.timer = threading.Thread(target=self._end_by_timer, name="timer", daemon=True)
         self.fired, self.ender, self._taking_over = threading.Event(), self.timer, threading.Lock()
         self.job: subprocess.Popen[bytes] | None = None
@@ -168,7 +170,9 @@ class NodeRun:
         return terms.UNKNOWN if run is None else terms.read(Fields(run))
 
     def _is_futile(self, boots: int) -> bool:
-        """Whether the run ends because too many boots in a row made no progress. Several nodes boot at once."""
+        """Whether the run must end because too many boots in a row made no progress. False if there are several nodes,
+        because they boot at the same time.
+        """
         return boots >= earlier_boots.MOST_FUTILE and boots >= earlier_boots.MOST_FUTILE * self._terms().nodes
 
     def _leave_if_over(self) -> None:
@@ -184,7 +188,7 @@ class NodeRun:
             self._leave("the run was over before this boot")
 
     def _meet(self) -> None:
-        """Finds the nodes of the other market, so that only one node trains at a time."""
+        """Looks for nodes in the other market, so that only one node trains at a time."""
         try:
             trains = self.hand_over.meet(self._find_fleet, self.keys)
         except OSError as error:
@@ -197,9 +201,9 @@ class NodeRun:
         if "/" in self.settings.run and (own := self._find_fleet()) is not None:
             self.allowance.fleets = [own]  # the fleet of another stage has its own schedule
         if self.hand_over.fleet:
-            # the end of spot's allowance must not end the on-demand fleet
+            # The spot node's time may run out, but this must not end the on-demand fleet.
             self.allowance.fleets = [self.hand_over.fleet]
-            self._leave_if_over()  # results that other nodes have left by now count too
+            self._leave_if_over()  # checked again, because another node may have ended the run meanwhile
 
     def _list(self) -> bool:
         """Lists the run's objects once: whether the run is over, the newest manifest, earlier attempts."""
@@ -212,7 +216,7 @@ class NodeRun:
         return False
 
     def _begin_record(self) -> None:
-        """Records this boot; ends the run instead if the boots before this one made no progress."""
+        """Records this boot; if the boots before this one made no progress, ends the run instead."""
         here, market = self.machine, self.hand_over.market
         self.others = OtherNodes(Node(here.instance, here.type, here.zone, here.launched, capacity=market))
         if any(key.startswith(ATTEMPTS) for key in self.keys):
@@ -230,14 +234,16 @@ class NodeRun:
             self._crash("the attempt cannot be recorded")
 
     def _records(self) -> list[AttemptRecord] | None:
-        """The records of all boots, including this one's if it exists. None if they cannot be read: then the attempt
-        cannot be counted and must not be repeated.
+        """The records of all boots, including this one's if it exists. None if they cannot be read. In that case the
+        attempt cannot be counted, and must not be repeated.
         """
         folder = self.folder / ATTEMPTS
         return earlier_boots.read(folder, _set_aside) if self.objects.get_folder(ATTEMPTS, folder) else None
 
     def _ask_others(self) -> bool:
-        """Whether AWS answered when other nodes ended; this node's record keeps the times for later nodes."""
+        """Asks AWS when other nodes ended; returns whether AWS answered. This node's record keeps the times for later
+        nodes.
+        """
         fleet = self._find_fleet() if self.others.doubtful else None
         if fleet is not None:
             now = self.clock()
@@ -247,7 +253,9 @@ class NodeRun:
         return fleet is not None
 
     def _means(self) -> Means:
-        """What the run may still spend, by the config from AWS: the training process may change the other copy."""
+        """What the run may still spend, by the run.json from AWS, because the training process could change the other
+        copy.
+        """
         return self.others.means(terms.read(Fields(atomic.read_object(self.folder / RUN))))
 
     def _spent_before(self) -> tuple[Decimal, Decimal]:
@@ -269,7 +277,7 @@ class NodeRun:
         return usd, seconds
 
     def _limit(self, workdir: Path) -> None:
-        """Sets timer and schedule by what the run may still spend. Ends the run if that is too little."""
+        """Sets timer and schedule by what the run may still spend. Ends the run if this is too little."""
         self.others.before = self._spent_before()
         over, limit = self.allowance.begin(self._means(), workdir)
 
@@ -284,7 +292,9 @@ class NodeRun:
             self._end_run(limit, f"only {max(left_s, 0):.0f} s were left for this boot")
 
     def _watch_notice(self) -> None:
-        """Watches for an interruption notice until the job does: a boot that AWS interrupts is not a failed attempt."""
+        """Watches for an interruption notice until the job watches for it, because a boot that AWS interrupts is not a
+        failed attempt.
+        """
         while not self._job_looks:
             if self._noticed() and not self._job_looks:
                 self._record_exit(AttemptExit.INTERRUPTED, "interrupted")
@@ -307,7 +317,7 @@ class NodeRun:
         self._crash("no working GPU", why=why)
 
     def _check_cards(self) -> None:
-        """Checks the EFA devices: without them nodes would train over TCP, slowly and without any message."""
+        """Checks the EFA devices: without them, nodes would train slowly over TCP, and nobody would be told."""
         listed = self._terms().prices.get(self.machine.type)
         wanted = 0 if listed is None or self.settings.device == "cpu" else listed.efa
         here = len(container.efa_devices(self.settings.root))
@@ -345,7 +355,7 @@ class NodeRun:
         return code
 
     def _conclude(self, code: int) -> NoReturn:
-        """Ends the attempt as the job's exit code demands."""
+        """Ends the attempt in the way that belongs to the job's exit code."""
         self._yield()
         if code == AttemptExit.FINISHED:
             self._record_exit(code, "finished")
@@ -355,7 +365,7 @@ class NodeRun:
             self._end_run(ends.FAILED, "the job failed for good")
         if code == AttemptExit.INTERRUPTED:
             self._interrupted()
-        dockers_own = 125 <= code <= 127  # the job never began
+        dockers_own = 125 <= code <= 127  # these exit codes mean that the job never began
         why = last_line((self.folder / "container.log").read_text(errors="replace")) if dockers_own else ""
         self._crash(f"the container ended with {code}", code, why=why)
 
@@ -373,8 +383,9 @@ class NodeRun:
         self._leave(reason)
 
     def _hand_on(self) -> None:
-        """Begins the next stage, if there is one and this stage has done its work. A second try does no harm, because
-        the fleet already has its size then. If the start fails, this fleet stays, and its next node tries again.
+        """Begins the next stage, if there is one and this stage has done its work. If it is begun twice, this does no
+        harm, because its fleet then already has its size. If it cannot be begun, this fleet stays, and its next node
+        tries again.
         """
         stage = self.settings.next_stage
         ending = self._read_ending() if stage else None
@@ -383,13 +394,13 @@ class NodeRun:
         listed = self._list()
         if listed and ASKED in self.keys:
             return say(f"somebody asked the run to end: the stage {stage} does not begin")
-        self.allowance.open()  # until the next stage has a node, nothing costs money
+        self.allowance.open()  # no node of the run costs money until the next stage has one
         if not listed or not retry(5, lambda: self._start_machine(f"-{stage}", "{}")):
             self._leave(f"the stage {stage} could not be begun: the next node tries again")
         say(f"the stage {stage} begins")
 
     def _start_machine(self, suffix: str, content: str, *options: str) -> bool:
-        """Whether the run's state machine whose name has this suffix was started."""
+        """Starts the run's state machine whose name has this suffix; returns whether it was started."""
         group, account = self.settings.schedule.partition("/")[0], self.machine.account
         machine = f"arn:aws:states:{self.settings.region}:{account}:stateMachine:{group}{suffix}"
         asked = ("aws", "stepfunctions", "start-execution", "--state-machine-arn", machine, "--output", "text")
@@ -405,7 +416,8 @@ class NodeRun:
 
     def _crash(self, reason: str, code: int = AttemptExit.CRASHED, *, why: str = "") -> NoReturn:
         """Records a failed attempt. The fleet then makes the next node, unless three attempts in a row made no
-        progress. A block's fleet replaces no node: it ends, and the next `up` launches all of its nodes again.
+        progress. The fleet of a block does not replace nodes: the fleet is ended, and the next `up` launches all of its
+        nodes again.
         """
         self._yield()
         self._ended = True
@@ -417,7 +429,7 @@ class NodeRun:
         self._upload_log()
         records = self._records() if self._record_exit(code, reason) and self._list() else None
         if records is None:
-            say("the attempt cannot be counted")  # with several nodes, the other nodes go on and end by themselves
+            say("the attempt cannot be counted")  # if there are several nodes, the others go on, and end by themselves
         elif self._is_futile(boots := earlier_boots.futile_boots(records, self.manifest)):
             self._end_run(ends.BOOT_LOOP, f"{boots} boots in a row without progress; the last: {reason}")
         ended = ""
@@ -450,7 +462,9 @@ class NodeRun:
         self._leave("interrupted")
 
     def _ask_again(self, name: str, pause_s: float) -> NoReturn:
-        """Ends this node, because others were missing for too long. After a pause AWS launches all of them again."""
+        """Ends this node, because other nodes were missing for too long. After a pause, AWS launches all nodes
+        again.
+        """
         pause, once = json.dumps({"pause_s": round(pause_s)}), ("--name", f"{self.settings.run}-{name}")
         begun = retry(3, lambda: self._start_machine("", pause, *once))
         then = f"AWS launches all again in {pause_s / 60:.0f} minutes" if begun else "its fleet launches nodes at once"
@@ -462,7 +476,7 @@ class NodeRun:
         self._leave("others were missing")
 
     def _leave(self, why: str) -> NoReturn:
-        """Shuts the machine down; every end of a node calls this."""
+        """Shuts the machine down. Every way in which a node ends leads here."""
         self._ended = True
         say(f"shutting down: {why}")
         if retry(5, lambda: call("shutdown", "-h", "now")):
@@ -472,7 +486,7 @@ class NodeRun:
         os._exit(1)
 
     def _end_by_timer(self) -> None:
-        """Ends the run when this machine's own timer fires, whatever job and supervisor do."""
+        """Ends the run when the timer of this machine fires, whatever job and supervisor do."""
         while (seconds_left := self.allowance.timer_at - self.clock()) > 0:
             time.sleep(min(seconds_left, LOOK_S))
         self._take_over(lambda: self._end_run(ends.TIMER, f"{self.clock() - self.machine.launched:.0f} s after launch"))
@@ -480,7 +494,7 @@ class NodeRun:
     def _end_unless_known(self) -> None:
         """Ends a fleet that no stack's state names, because `up` was killed after it made the fleet, or `destroy` lost
         it. A fleet that a state has named once is not ended if S3 does not answer. A fleet that no state has named yet
-        gets UNKNOWN_S for that.
+        has UNKNOWN_S seconds until S3 must name it.
         """
         fleet, seen, since = self._find_fleet(), False, time.monotonic()
         while not self._ended:
@@ -494,8 +508,8 @@ class NodeRun:
             threading.Event().wait(KNOWN_LOOK_S)
 
     def _end_unknown(self) -> NoReturn:
-        """Ends an unknown fleet, without a done marker: the run may belong to another fleet."""
-        why = "no stack's state names its fleet"
+        """Ends an unknown fleet. Does not write done.json, because the run may belong to another fleet."""
+        why = "its fleet is in no stack's state"
         say(f"{why}: docs/real-aws.md, A command that was killed")
         self._record_exit(AttemptExit.TERMINATED, why)
         self._upload_log()
@@ -503,7 +517,7 @@ class NodeRun:
         self._leave(why)
 
     def _take_over(self, end: Callable[[], NoReturn]) -> None:
-        """Stops the job, then runs `end`, in a thread for which all others wait."""
+        """Stops the job, then runs `end`, in a thread for which all other threads wait."""
         with self._taking_over:
             self.ender = threading.current_thread()
             self._ended = True
@@ -533,7 +547,7 @@ class NodeRun:
         return '"action"' in (self.metadata.get(NOTICE_PATH) or "")
 
     def _record(self, own: AttemptRecord) -> bool:
-        """Adds missing fields to this machine's record. False if the bucket refuses it."""
+        """Adds missing fields to this machine's record. Returns False if the bucket refuses the record."""
         file = self.folder / "attempt.json"
         atomic.write_json(file, {**own.to_json(), **(atomic.read_object(file) or {})})
         return retry(3, lambda: self.objects.put(file, attempt_key(self.machine.instance)))
@@ -546,7 +560,9 @@ class NodeRun:
             return self._record(replace(self.record, exit=Exit(int(code), reason, self._noticed(), at)))
 
     def _mark_done(self, reason: str, detail: str) -> bool:
-        """Writes done.json, unless the supervisor has written it; sends the supervisor's file if it was not sent."""
+        """Writes done.json, unless the supervisor has written it; uploads the supervisor's file if the supervisor could
+        not.
+        """
         if self._list() and DONE in self.keys:
             return True
         unsent = None if self.workdir is None else atomic.read_object(self.workdir / DONE)
@@ -555,7 +571,7 @@ class NodeRun:
         return retry(4, lambda: self.objects.put(self.folder / DONE, DONE))
 
     def _speaks(self) -> bool:
-        """Whether this node, of several, has ended the run. That node sends the message to people."""
+        """Whether this is the one of several nodes that has ended the run. That node sends the message to people."""
         return not self._terms().is_gang or self._who_ended() in ("", self.machine.instance)
 
     def _who_ended(self) -> str:
@@ -573,8 +589,8 @@ class NodeRun:
 
     def _stop_fleet(self, *, alone: bool = False) -> None:
         """Deletes the fleet. A deleted fleet has no expiry that would end a machine which hangs in its shutdown, so AWS
-        also ends this machine from outside. With `alone` the run's other fleet stays. Deleting a block's fleet ends all
-        of its nodes, and nothing replaces them, so the node that ended the run waits for the others first.
+        also ends this machine from outside. If `alone`, the run's other fleet stays. If a block's fleet is deleted, all
+        of its nodes end and are not replaced, so the node that ended the run first waits for the others.
         """
         fleet = next((fleet_id for _ in tries(3) if (fleet_id := self._find_fleet())), None)
         others = [] if alone else self.hand_over.others(fleet)
@@ -602,8 +618,8 @@ class NodeRun:
             self._upload_log()
 
     def _is_last(self, fleet: str) -> bool:
-        """Whether this node also ends the other nodes: they had their time, or the run is not over. A node that boots
-        after the end does so too if the node that ended the run is gone.
+        """Whether this node also ends the other nodes: they have had their time to end, or the run is not over. A node
+        that boots after the run's end also ends them, if the node that ended the run does not exist any more.
         """
         ender = self._who_ended()
         if ender not in ("", self.machine.instance) and ender in (nodes_there(fleet) or {ender}):

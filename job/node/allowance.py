@@ -1,7 +1,7 @@
-"""Decides how long this node may go on, by its timer and by the schedule at which AWS ends the fleet. Both follow the
-job's meter. The hour of a schedule is the time at which it fires. A node moves the hour only as far as the run's money
-and hours allow. When AWS takes a node, the node puts the hour back to the fleet's expiry, because waiting costs
-nothing. If no node moves it again, the fleet ends at the hour that was set last.
+"""Sets how long this node may go on: its own timer, and the schedule by which AWS ends the fleet. Both depend on the
+job's meter. The hour of a schedule is the time at which it fires. A node sets the hour to the time at which the run's
+limits will be reached. When AWS takes a node, the node sets the hour back to the fleet's expiry, because waiting costs
+nothing. If no later node sets it again, the fleet ends at the hour that was set last.
 """
 
 from __future__ import annotations
@@ -18,31 +18,33 @@ from gpufleet.job.contract.spent import Means
 from gpufleet.job.node.outside import say
 from gpufleet.job.node.schedule import Schedule
 
-LOOK_S = 10  # between two looks at the meter's file
-# Seconds after the allowance is used up. The job's own meter stops first, cleanly; then the timer, which lets the job
-# save (115 s); then AWS.
+LOOK_S = 10  # seconds between two looks at the meter's file
+# Seconds from the time at which the allowance is used up. The job's own meter stops the run first, with a save. Then
+# the timer does, which gives the job 115 s to save. At last AWS does.
 TIMER_S, STOP_S = 120, 300
 MOVE_S, AGAIN_S = 300, 60  # seconds between two moves of the hour; the second number is for a move to an earlier hour
-LEAST_S = 300  # a node with fewer seconds than this would cost money without training
-NEAR_S = 45  # hours that differ by fewer seconds count as the same, because EventBridge Scheduler is exact to a minute
-OPEN_S = 1200  # more seconds than a node waits for AWS to end it
-SOON_S = 90  # AWS refuses a time that has passed
+LEAST_S = 300  # with fewer seconds than this, a node would cost money without training
+# hours that differ by fewer seconds are treated as equal, because EventBridge Scheduler is exact to a minute
+NEAR_S = 45
+OPEN_S = 1200  # longer than a node waits until AWS ends it
+SOON_S = 90  # the earliest hour is this many seconds ahead, because AWS refuses a time that has passed
 
 
 class Allowance:
-    """The time that one node may use. Before `begin`, only the limit on the run's hours sets its timer."""
+    """The time that one node may use. Before `begin`, its timer depends only on the limit on the run's hours."""
 
     def __init__(self, schedule: Schedule, clock: Callable[[], float], timer_s: float) -> None:
         self._schedule, self._clock = schedule, clock
         self.timer_at = clock() + timer_s
-        # the fleets that the schedule ends: with a fallback only the node's own fleet, else all known fleets
+        # The fleets that the schedule ends: only the node's own fleet if the run has a fallback, otherwise all known
+        # fleets.
         self.fleets: list[str] = []
         self._means: Means | None = None
         self._workdir = Path()
         self._began = 0.0
         self._word: Spent | None = None  # the newest report of the meter
         self._heard_at = 0.0
-        # the time at which the allowance was used up; from then on the allowance does not grow
+        # The time at which the allowance was used up. After that, the allowance does not grow.
         self._spent_at: float | None = None
         self._stands: float | None = None  # the hour to which this node last set the schedule
         self._again_at = self._open_until = float("-inf")
@@ -50,17 +52,14 @@ class Allowance:
         self._moving = threading.RLock()
 
     def begin(self, means: Means, workdir: Path) -> tuple[float, str]:
-        """The moment when the allowance is used up, and the limit that sets it.
-
-        The hour has been moved when this returns.
-        """
+        """Moves the hour. Returns the time at which the allowance will be used up, and the limit that causes this."""
         self._means, self._workdir, self._began = means, workdir, self._clock()
         self.look()
         return means.when_over(None)
 
     def watch(self, noticed: Callable[[], bool], recount: Callable[[], Means | None]) -> None:
         """Follows the meter until the process ends. `noticed`: whether AWS is about to take this machine. `recount`:
-        the run's remaining money and hours, if more is known about other nodes than before.
+        returns the limits on what may still be spent, if more is known about other nodes than before.
         """
         counted_at = self._clock()
         while True:
@@ -78,7 +77,7 @@ class Allowance:
                 self._look(self._means, self._clock())
 
     def open(self) -> None:
-        """Puts the hour back to the fleet's expiry, because no node of the run spends money for a while. If there are
+        """Sets the hour back to the fleet's expiry, because no node of the run spends money for a while. If there are
         several nodes, the others go on.
         """
         if self._means is not None and self._means.terms.is_gang:
@@ -99,9 +98,10 @@ class Allowance:
         if self._spent_at is None and over <= now:
             self._spent_at = over
         over = over if self._spent_at is None else self._spent_at
-        self.timer_at = max(over, self._began) + TIMER_S  # if nothing is left at boot, the node ends the run itself
+        # if the allowance is already used up at boot, the node ends the run itself
+        self.timer_at = max(over, self._began) + TIMER_S
         expires = means.terms.limits.expires or over + STOP_S
-        # with less time left, no other node should start
+        # If less time is left, no other node should start.
         waits = now < self._open_until and over > now + LEAST_S
         hour = expires if waits else min(over + STOP_S, expires)
         soonest = max(hour, now + SOON_S)

@@ -16,15 +16,18 @@ from gpufleet.job.node.outside import NOT_REACHED, answer, ask, complaint, say
 from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 USER = 1000  # the user of containers with gpufleet's own jobs, whatever the user's name in the image
-# A command's files belong to the user of its image, whichever that is. The supervisor reads and removes these files,
-# opens them to everybody, and checks whether a process has them open for writing. It sees no process of the command.
+# A command's files belong to the user of its image, which may be any user. For that the supervisor needs rights: it
+# reads and removes these files, opens them to everybody, and checks whether a process has them open for writing. It
+# cannot see the processes of the command.
 OVER_ANOTHERS_FILES = ("DAC_OVERRIDE", "FOWNER", "LEASE")
-# most processes and threads of a container: fewer than a machine allows, so that a fork bomb leaves some to the node
+# The most processes and threads of a container. It is fewer than a machine allows, so that a fork bomb leaves some for
+# the node.
 PROCESSES = 30_000
-STOP_S = 115  # seconds that the job gets to save and upload; EC2 gives 120
+STOP_S = 115  # seconds in which the job can save and upload; EC2's notice comes 120 s ahead
 PULL_S = 1800
-HOPELESS = re.compile("no space|not found|unknown|denied|no basic auth")  # another pull cannot help after these errors
-DOCKER_HUB = "https://index.docker.io/v1/"  # docker's key for a login, if the image's name has no host
+# after these errors, another pull would fail too
+HOPELESS = re.compile("no space|not found|unknown|denied|no basic auth")
+DOCKER_HUB = "https://index.docker.io/v1/"  # docker's name of the registry of an image whose name has no host
 _ECR = re.compile(r"\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.")
 _PASSED_ON = ("AWS_ENDPOINT_URL", "AWS_EC2_METADATA_SERVICE_ENDPOINT", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
@@ -39,9 +42,9 @@ def stop(machine: InstanceIdentity) -> tuple[str, ...]:
 
 
 def pull(image: str, login: Path, registry: str = "") -> str | None:
-    """Pulls the image, unless the disk already contains it (`gpufleet bake`). Returns None if the image is there, else
-    the reason. `login`: the folder where docker keeps its login during the pull. `registry`: the place of the secret
-    user:password for a registry other than ECR.
+    """Pulls the image, unless the disk already contains it (`gpufleet bake`). Returns None if the image is on the disk,
+    and otherwise the reason. `login`: the folder where docker keeps its login during the pull. `registry`: the place of
+    the secret user:password for a registry other than ECR.
     """
     if "@sha256:" in image and answer("docker", "image", "inspect", "-f", "{{.Id}}", image) is not None:
         say(f"{image} is on this machine's disk: nothing is pulled")
@@ -54,8 +57,8 @@ def pull(image: str, login: Path, registry: str = "") -> str | None:
 
 
 def _log_in(image: str, login: Path, registry: str) -> str | None:
-    """Logs docker in: to a private ECR by this node's role (docker keeps the token as a login), else with the
-    registry's secret. Returns None, or the reason of the failure.
+    """Logs docker in: to a private ECR with this node's role (docker keeps the token as a login), to other registries
+    with the registry's secret. Returns None, or the reason of the failure.
     """
     first, named, _ = image.partition("/")
     host = first if named and re.search("[.:]|^localhost$", first) else DOCKER_HUB
@@ -87,7 +90,7 @@ def secret(place: str) -> tuple[str, ...]:
 def devices(settings: Settings) -> list[str]:
     """The options that give a container the machine's GPUs and its data volume, if it has them."""
     options: list[str] = []
-    if settings.device != "cpu":  # the image has its own CUDA; some toolkits refuse this version
+    if settings.device != "cpu":  # needed because the image has its own CUDA, whose version some toolkits refuse
         options += ["--gpus", "all", "-e", "NVIDIA_DISABLE_REQUIRE=true"]
     if settings.data_volume:
         options += ["-v", f"{settings.root / 'data'}:/data"]
@@ -101,14 +104,16 @@ def efa_devices(root: Path = Path("/")) -> list[Path]:
 
 def network(root: Path = Path("/")) -> list[str]:
     """The options by which a training container reaches the training containers of the run's other nodes: the machine's
-    own address, and its network cards as EFA devices if it has any.
+    own network, and its EFA devices if it has any.
     """
     cards = (word for card in efa_devices(root) for word in ("--device", str(card)))
     return ["--network", "host", *cards]
 
 
 def capabilities(*needed: str) -> list[str]:
-    """The options that take all rights but `needed` from a container, let it gain none, and limit its processes."""
+    """The options that take all rights except `needed` from a container, prevent it from gaining others, and limit its
+    processes.
+    """
     dropped = ["--cap-drop", "ALL", *(word for name in needed for word in ("--cap-add", name))]
     return [*dropped, "--security-opt", "no-new-privileges", "--pids-limit", str(PROCESSES)]
 
@@ -128,7 +133,7 @@ def _has_files_of_others(settings: Settings) -> bool:
 
 
 def give(settings: Settings, folder: Path) -> None:
-    """Gives the folder to the user of the containers. In a rehearsal that user owns it already."""
+    """Makes the user of the containers the owner of the folder. In a rehearsal, it already is."""
     if not _has_files_of_others(settings):
         with suppress(PermissionError):
             for path in (folder, *folder.iterdir()):
@@ -140,8 +145,8 @@ def command(
 ) -> list[str]:
     """The command that runs the supervisor; `scratch` holds its work folder, `pulled_s` is how long the pulls took.
     `address`: where the other nodes reach this one; `capacity`: the node's market, if the run may use both. The
-    container uses the machine's network: the metadata service, and so the role, cannot be reached from one hop further
-    (launch template).
+    container uses the machine's network: a container on a bridge network, one hop further away, cannot reach the
+    metadata service, and so has no role (launch template).
     """
     options = ["--network", "host", *own_code(settings, scratch)]
     options += capabilities(*(OVER_ANOTHERS_FILES if settings.job_image else ()))

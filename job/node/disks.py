@@ -15,8 +15,8 @@ NOTHING_THERE = 2  # blkid's exit code for an empty disk
 
 
 def scratch(root: Path, own: Path) -> Path:
-    """The folder for the job's files: on instance store if the machine has one, else `own` on the root disk. Docker
-    uses it too, unless the root disk came with images.
+    """The folder for the job's files: on the instance store if the machine has one, otherwise `own` on the root disk.
+    Docker uses it too, unless the root disk came with images.
     """
     disks = [
         line.split()[0]
@@ -43,7 +43,7 @@ def scratch(root: Path, own: Path) -> Path:
 
 
 def _docker_on(folder: Path, config: Path) -> None:
-    """Moves docker's images to this folder: 15 to 20 GB unpack faster there."""
+    """Moves docker's images to this folder: because 15 to 20 GB are unpacked faster there."""
     folder.mkdir(parents=True, exist_ok=True)
     config.parent.mkdir(parents=True, exist_ok=True)
     if not config.exists():
@@ -59,7 +59,9 @@ def _docker_on(folder: Path, config: Path) -> None:
 
 
 def mount_data(root: Path, name: str, *, blank: bool) -> str | None:
-    """Mounts the data volume; formats it first if it is `blank` and empty. None, or the reason of the failure."""
+    """Mounts the data volume; formats it first if it is `blank` and empty. Returns None, or the reason of the
+    failure.
+    """
     device, folder = root / name.lstrip("/"), root / "data"
     if not retry(10, device.exists):
         return f"{name} did not appear"

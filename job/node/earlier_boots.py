@@ -10,7 +10,7 @@ from gpufleet.job.contract.attempt import SUPERSEDED, AttemptRecord, Beat, last_
 from gpufleet.job.contract.bucket import MANIFEST_KEY
 from gpufleet.job.contract.gathering import LET_GO
 
-MOST_FUTILE = 3  # boots in a row without progress that end the run
+MOST_FUTILE = 3  # after this many boots in a row without progress, the run ends
 
 
 def newest_manifest(keys: Iterable[str]) -> str | None:
@@ -30,9 +30,9 @@ def beat(folder: Path, instance: str, aside: Callable[[str], None]) -> Beat | No
 
 
 def futile_boots(records: Iterable[AttemptRecord], manifest: str | None) -> int:
-    """The number of the newest boots in a row that made no progress. Such a boot published no checkpoint after
-    `manifest`, the newest one now, and left no results of a later stage before the machine was taken or lost. Boots
-    that AWS interrupted with a notice do not count, nor do boots that left because other nodes were missing.
+    """The number of the newest boots in a row that made no progress. Such a boot published no checkpoint that is newer
+    than `manifest`, the newest one now, and left no results of a phase after training before the machine was taken or
+    lost. Boots that AWS interrupted with a notice, or that ended because other nodes were missing, are not included.
     """
     count = 0
     for boot in sorted(records, key=lambda boot: boot.booted_at, reverse=True):

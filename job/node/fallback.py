@@ -1,10 +1,8 @@
 """What a node does in a run with a fallback: it finds its market, hands the run over or takes it over, and moves the
-time of the switch.
-
-The first on-demand node takes the run over for good: it writes that beside the run's objects, deletes the spot fleet,
-and waits until the spot nodes have saved and left. So only one node trains at a time, and no node has to change a
-fleet's size. While the run trains on spot, the hour only moves later. So AWS starts the on-demand fleet when no node
-trains and the slack is gone.
+time of the switch. The first on-demand node takes the run over for good: it writes an object that says so, deletes the
+spot fleet, and waits until the spot nodes have saved and ended. So only one node trains at a time, and no node has to
+change a fleet's size. While the run trains on spot, the time of the switch only moves into the future. So AWS starts
+the on-demand fleet when no node trains and the slack is used up.
 """
 
 from __future__ import annotations
@@ -24,21 +22,22 @@ from gpufleet.job.node.schedule import Schedule
 from gpufleet.job.node.settings import Settings
 
 LIFE_CYCLE = "meta-data/instance-life-cycle"
-# seconds between two looks, and between a move of the schedule (or its refusal) and the next; also the shortest move
+# Seconds between two looks, and between two moves of the schedule (or a refusal and the next move). No move is shorter
+# than this.
 LOOK_S, MOVE_S = 10, 300
-SOON_S, DAY_S = 90, 86_400  # AWS refuses a time that has passed
-GONE_S = 900  # seconds that terminated nodes get to disappear; large nodes take minutes
+SOON_S, DAY_S = 90, 86_400  # the earliest hour is SOON_S ahead, because AWS refuses a time that has passed
+GONE_S = 900  # the most seconds until terminated nodes no longer exist; large nodes take minutes
 
 
 def choose_hand_over(
     settings: Settings, metadata: MetadataService, objects: Objects, clock: Callable[[], float]
 ) -> OneFleet:
-    """The part of this node: HandOver if a second fleet stands by, else the part with nothing to do."""
+    """The role of this node: HandOver if there is a standby fleet; otherwise OneFleet, which has nothing to do."""
     return HandOver(settings, metadata, objects, clock) if settings.fallback else OneFleet()
 
 
 class OneFleet:
-    """The part of a node whose run has one fleet: there is no other node to find and no schedule to move."""
+    """The role of a node whose run has one fleet: there is no other node to find, and no schedule to move."""
 
     market, fleet, took_over = "", "", False
 
@@ -47,7 +46,7 @@ class OneFleet:
         return True
 
     def others(self, own: str | None) -> list[str]:
-        """The run's other fleets that S3 names."""
+        """The run's other fleets, as far as objects in S3 name them."""
         return []
 
     def watch(self, workdir: Path) -> None:
@@ -58,8 +57,8 @@ class OneFleet:
 
 
 class HandOver(OneFleet):
-    """The part of a node whose run has a fallback. After it has found the other nodes, it knows its `market` (spot or
-    on-demand), its `fleet`, and with `took_over` whether it is the first on-demand node.
+    """The role of a node whose run has a fallback. After it has found the other nodes, `market` is its market (spot or
+    on-demand), `fleet` its fleet, and `took_over` says whether it is the first on-demand node.
     """
 
     def __init__(
@@ -114,10 +113,10 @@ class HandOver(OneFleet):
             raise OSError(
                 "the metadata service does not give this node's tags, which are needed to find the spot nodes"
             )
-        # AWS still lists nodes of a fleet whose name the bucket has lost: `destroy` removes the name first.
+        # AWS still lists nodes of a fleet whose id is no longer in the bucket, because `destroy` first removes the id.
         there = next((nodes for _ in tries(4) if (nodes := spot_nodes(run)) is not None), {})
         for fleet in sorted({*known, *filter(None, there.values())}):
-            delete_fleet(fleet)  # AWS refuses if the fleet is deleted already; then only the nodes matter
+            delete_fleet(fleet)  # AWS refuses if the fleet is already deleted; then only its nodes must end
         remaining = self._wait(run, HANDOVER_S)
         if remaining:
             say(f"ended now, because still there after {HANDOVER_S} s: {' '.join(sorted(remaining))}")
@@ -147,7 +146,7 @@ class HandOver(OneFleet):
     def end(self) -> None:
         """Disables the switch, because the run is over.
 
-        If the switch cannot be disabled and starts a node, that node ends itself.
+        If it cannot be disabled and a node is started, that node ends itself.
         """
         with self._changing:
             self._ended = True
@@ -162,7 +161,9 @@ class HandOver(OneFleet):
                     self.look(spent)
 
     def look(self, spent: Spent) -> None:
-        """Moves the hour later if the run has trained; disables the switch while the limits do not pay for it."""
+        """Moves the hour into the future if the run has trained. Disables the switch while its cost does not fit within
+        the limits.
+        """
         now = self._clock()
         if self._ended or spent.switch_at <= 0 or spent.trained_at <= self._trained_at or now < self._again_at:
             return
@@ -179,7 +180,7 @@ class HandOver(OneFleet):
         if self._schedule.change(hour, enabled=spent.switch_is_paid):
             self._again_at = now + MOVE_S
             begins = f"AWS begins on demand at {iso(hour)}, unless a node moves that hour"
-            say(begins if spent.switch_is_paid else "no switch to on demand: the limits do not pay for the rest")
+            say(begins if spent.switch_is_paid else "no switch to on demand: the rest costs more than the limits allow")
         else:
             self._refused(now)
 
@@ -192,8 +193,8 @@ class HandOver(OneFleet):
 
 
 def delete_fleet(fleet: str, *, with_nodes: bool = False) -> bool:
-    """Deletes a fleet. Returns whether the fleet launches nothing more. Its nodes stay, unless `with_nodes`. AWS puts a
-    refusal into the answer, not into the status.
+    """Deletes a fleet. Returns whether the fleet launches nothing more. The fleet's nodes stay, unless `with_nodes`. A
+    refusal of AWS is in the answer, and not in the status.
     """
     nodes = "--terminate-instances" if with_nodes else "--no-terminate-instances"
     refused = aws(

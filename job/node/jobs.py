@@ -1,8 +1,7 @@
-"""Starts and removes the training container, as the supervisor's requests in a file demand (job/command/places.py).
-
-No container has docker's socket. A request is only a number: this module alone decides image, mounts and rights. A
-user's own command has a third container, the watcher. It sees the command's processes and nothing else; it reports them
-and passes on signals, because the supervisor does not see them.
+"""Starts and removes the training container, when the supervisor asks for it by a file (job/command/places.py). No
+container has docker's socket. A request is only a number: image, mounts and rights are decided here alone. A user's
+command has a third container, the watcher. The watcher can see only the command's processes. It reports them and passes
+signals on to them, because the supervisor cannot see them.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ from gpufleet.job.node.settings import InstanceIdentity, Settings
 
 LOOK_S = 0.2
 REMOVE_S = 60
-# Rights for serving files of a data volume as root, and for giving candidates another user.
+# Rights that are needed to read files of a data volume as root, and to run candidates as another user.
 OVER_FILES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
-# Rights for installing packages as root. Docker's other rights, for raw packets and devices, are not needed.
+# Rights that are needed to install packages as root. Docker's other rights, for raw packets and devices, are not
+# needed.
 RIGHTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
-# Rights to read and signal processes of any user, whose environment shows their rank. DAC_READ_SEARCH is left out: with
-# it docker's filter allows a system call that opens any file on a mount's disk by its number.
+# Rights to read and signal processes of any user, whose environment shows their rank. DAC_READ_SEARCH is left out,
+# because with it docker's filter would allow a system call that opens any file on the disk of a mount by its number.
 OVER_PROCESSES = ("DAC_OVERRIDE", "KILL", "SYS_PTRACE")
 
 
@@ -39,13 +39,13 @@ def watcher_name(instance: str) -> str:
 
 
 class Jobs:
-    """The containers of one machine. Inside `with` it serves requests; after it no training process runs."""
+    """The containers of one machine. Inside of `with`, requests are served; after it, no training process runs."""
 
     def __init__(self, settings: Settings, machine: InstanceIdentity, scratch: Path, *, meets: bool = False) -> None:
-        """`meets`: the training process communicates with those of the run's other nodes."""
+        """`meets`: whether the training process communicates with those of the run's other nodes."""
         self._settings, self._scratch, self._meets = settings, scratch, meets
         self._control = scratch / "run" / CONTROL
-        self._control.mkdir(parents=True, exist_ok=True)  # this process writes its answers there, whatever its user is
+        self._control.mkdir(parents=True, exist_ok=True)  # made here, because this process writes its answers into it
         if settings.job_image:
             (scratch / "run" / WATCHER).mkdir(exist_ok=True)
             (scratch / "run" / WATCHER).chmod(0o777)  # in a container root has no rights over another user's folder
@@ -155,9 +155,10 @@ class Jobs:
         ]
 
     def _users_own(self) -> list[str]:
-        """The command's network is a bridge, so the command has no role: the metadata service answers only within one
-        hop (launch template). In a run of several nodes it has the machine's network, and so the role. It sees the
-        user's folders at the same paths as the supervisor does, and of gpufleet's files only scripts and pipes.
+        """The options for a user's command. The command's network is a bridge. So it has no role, because the metadata
+        service answers only within one hop (launch template). In a run with several nodes it has the machine's network,
+        and so also the role. The command can see the user's folders at the same paths as the supervisor, and of
+        gpufleet's own files only scripts and pipes.
         """
         options = container.network() if self._meets else ["--network", "bridge"]
         options += ["-e", "AWS_REGION", "-e", "AWS_DEFAULT_REGION"]
@@ -166,9 +167,9 @@ class Jobs:
         return [*options, *container.capabilities(*RIGHTS), "--entrypoint", "sh", self._settings.job_image]
 
     def _ready_made(self) -> list[str]:
-        """A ready-made job has no network, because all input is staged; with other nodes it has the machine's
-        network. The ranks find each other by the container's name. It cannot change the supervisor's
-        code or requests.
+        """The options for a ready-made job. It has no network, because all inputs are already downloaded; if there are
+        several nodes, it has the machine's network. The ranks find each other by the container's name. The job cannot
+        change the supervisor's code or requests.
         """
         settings = self._settings
         options = container.network() if self._meets else ["--network", "none", "--hostname", "localhost"]

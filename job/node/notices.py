@@ -1,6 +1,6 @@
-"""Sends a node's messages to the people whom the definition names: the run trains, AWS takes the node, most of a limit
-is used up, the job warns, the run has ended. While the run trains, it also postpones the hour at which AWS reports that
-nothing has trained for long.
+"""Sends a node's messages to the people whom the definition names: that the run trains, that AWS takes the node, that
+most of a limit is used up, that the job warns, that the run has ended. While the run trains, this module also postpones
+the time at which AWS reports that no node has trained for a long time.
 
 No caller waits longer than WAIT_S for a message, and no message is sent twice; the boot log has the messages that could
 not be sent.
@@ -34,13 +34,13 @@ from gpufleet.job.node.settings import InstanceIdentity, Settings
 LOOK_S, MOVE_S = 10, 300
 SEND_S, WAIT_S = 30, 20
 MOST_SHARE = Decimal("0.8")  # the share of a limit at which a message is sent
-TOLD_MOST = "told/most-of-the-cap"  # this object of the run stops later nodes from sending the message again
-TOLD_ALARM = "told/alarm-"  # an object of the run, with the kind of the alarm at its end
-TOLD_WAITS = "told/waits-"  # an object of the run, with the time at which the wait began at its end
+TOLD_MOST = "told/most-of-the-cap"  # if this object of the run exists, later nodes do not send the message again
+TOLD_ALARM = "told/alarm-"  # an object of the run whose name ends with the kind of the alarm
+TOLD_WAITS = "told/waits-"  # an object of the run whose name ends with the time at which the wait began
 
 
 class Notices:
-    """The messages of one node. If the definition names nobody, nothing is sent."""
+    """The messages of one node. If the definition names no receiver, no message is sent."""
 
     def __init__(
         self, settings: Settings, machine: InstanceIdentity, objects: Objects, clock: Callable[[], float]
@@ -68,7 +68,7 @@ class Notices:
             threading.Thread(target=self._watch, name="notices", daemon=True).start()
 
     def tell(self, event: str) -> None:
-        """Sends one message with the run, the event, and the money spent."""
+        """Sends one message, which names the run, the event, and the money spent."""
         self._briefly(lambda: self._send(event))
 
     def end(self, event: str) -> None:
@@ -77,7 +77,9 @@ class Notices:
         self._briefly(lambda: self._end(event))
 
     def _briefly(self, act: Callable[[], None]) -> None:
-        """Limits the time of `act`: AWS may take minutes to refuse, and the machine is about to end."""
+        """Calls `act`, and waits for it only for a limited time, because AWS may take minutes to refuse, and the
+        machine is about to end.
+        """
         if self._topic:
             thread = threading.Thread(target=act, name="message", daemon=True)
             thread.start()
@@ -130,7 +132,7 @@ class Notices:
         if spent.waits_since and self._clock() - spent.waits_since >= TOLD_S:
             waits = f"a node has waited for others for {(self._clock() - spent.waits_since) / 60:.0f} minutes, billed"
             self._send_once(f"{TOLD_WAITS}{spent.waits_since:.0f}", waits)
-        # of several nodes only one sends messages
+        # If there are several nodes, only one of them sends messages.
         leads = self._nodes == 1 or spent.trained_at > 0 or spent.waits_since > 0
         if leads and (share := self._most(spent)) is not None:
             self._send_once(TOLD_MOST, share)
@@ -145,7 +147,7 @@ class Notices:
             self._objects.put(file, key)
 
     def _most(self, spent: Spent) -> str | None:
-        """The message that most of a limit is used up; None before that."""
+        """The message that most of a limit is used up; None as long as it is not."""
         limits = self._limits
         assert limits is not None
         shares = {"max_usd": spent.spent_usd / limits.max_usd, "max_hours": hours(spent.spent_s) / limits.max_hours}
@@ -154,7 +156,7 @@ class Notices:
 
     @property
     def speaks_while_it_waits(self) -> bool:
-        """Whether this node is the one of several waiting nodes that sends messages."""
+        """Whether this node is the one, of several waiting nodes, that sends messages."""
         spent = Spent.read(self._folder)
         return spent is not None and spent.waits_since > 0
 
@@ -166,8 +168,8 @@ class Notices:
         return f"Spent: {usd}, {billed} of {limits.max_hours} billed hours. "
 
     def _post(self, text: str) -> bool:
-        """Posts a message in the form of Slack and its imitations. The URL is a secret, so no error shows it. A server
-        that answers byte by byte is abandoned after WAIT_S.
+        """Posts a message in the form that Slack and compatible services accept. The URL is a secret, so errors do not
+        contain it. If the server has not answered completely after WAIT_S, it is not waited for any longer.
         """
         url = ask(*bounded(SEND_S, *secret(self._webhook)), "--output", "text", *NOT_REACHED)
         taken: list[bool] = []
@@ -188,7 +190,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 def _post(url: str, text: str) -> bool:
     try:
         place = urllib.parse.urlsplit(url)
-        # only tests use such a server
+        # Only tests use a server of this kind.
         if place.scheme != "https" and (place.scheme, place.hostname) != ("http", "127.0.0.1"):
             return False
         body, kind = json.dumps({"text": text}).encode(), {"Content-Type": "application/json"}

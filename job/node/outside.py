@@ -20,7 +20,7 @@ from gpufleet.job.contract.reading import epoch, iso
 from gpufleet.job.contract.spent import History
 
 LOOK_S = 1.0  # seconds between two looks at a running program
-# time limits for a node without a network, which then fails in minutes, not in an hour
+# Time limits, so that a node without a network fails within minutes instead of an hour.
 NOT_REACHED = ("--cli-connect-timeout", "10", "--cli-read-timeout", "60")
 _DOCKERS_ADVICE = re.compile(r"See '|Run '|\s*$")
 
@@ -43,7 +43,7 @@ def say(words: str) -> None:
 
 
 def tries(times: int) -> Iterator[int]:
-    """Yields 1 to `times`, with waits of 3, 6, 9 ... s between."""
+    """Yields 1 to `times`, and waits 3, 6, 9 ... s in between."""
     for number in range(1, times + 1):
         yield number
         if number < times:
@@ -58,13 +58,13 @@ def retry(times: int, act: Callable[[], bool]) -> bool:
 def bounded(seconds: int, *command: str) -> tuple[str, ...]:
     """The command with a time limit (exit code 124).
 
-    If the program `timeout` is missing, there is no limit; nodes have it.
+    If the program `timeout` is not installed, there is no limit; nodes have it.
     """
     return ("timeout", "-k", "10", str(seconds), *command) if shutil.which("timeout") else command
 
 
 def call(*command: str) -> bool:
-    """Runs a command; returns whether it succeeds. Its output goes to the boot log."""
+    """Runs a command; returns whether it succeeds. The command's output goes to the boot log."""
     return code(*command) == 0
 
 
@@ -88,8 +88,8 @@ class Said:
 
 def ask(*command: str) -> Said:
     """Runs a command; the boot log gets its error output, but not its standard output, which may be a secret. A signal
-    that arrives while the program begins is handled within LOOK_S; in one long wait it would be handled only when the
-    program ends.
+    that arrives while the program begins is handled within LOOK_S; during a single long wait, it would be handled only
+    when the program ends.
     """
     try:
         program = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -107,7 +107,7 @@ def ask(*command: str) -> Said:
 
 
 def _printed(program: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    """The program's output and its errors, once it has ended."""
+    """Waits until the program has ended; returns its output and its error output."""
     while True:
         with suppress(subprocess.TimeoutExpired):
             return program.communicate(timeout=LOOK_S)
@@ -120,7 +120,9 @@ def answer(*command: str) -> str | None:
 
 
 def complaint(seconds: int, *command: str) -> str | None:
-    """None if the command succeeds within `seconds`, else the reason (maybe ""). Its output goes to the boot log."""
+    """Runs a command. Returns None if it succeeds within `seconds`, and otherwise the reason, which may be empty. The
+    command's output goes to the boot log.
+    """
     result = ask(*bounded(seconds, *command))
     log(f"{result.out}\n" if result.out else "")
     if result.code == 0:
@@ -129,7 +131,9 @@ def complaint(seconds: int, *command: str) -> str | None:
 
 
 def last_line(output: str) -> str:
-    """The last line of a program's output, as a reason, without docker's advice on where to read more."""
+    """The last line of a program's output, which serves as a reason, without docker's advice about where to
+    read more.
+    """
     lines = [line for line in output.splitlines() if not _DOCKERS_ADVICE.match(line)]
     return re.sub(r'[\x00-\x1f"\\]', "", lines[-1])[:300] if lines else ""
 
@@ -193,7 +197,7 @@ class MetadataService:
         self._base = f"{(endpoint or 'http://169.254.169.254').rstrip('/')}/latest"
 
     def get(self, path: str) -> str | None:
-        """The text at a path; None if there is none, or no answer came in 5 s."""
+        """The text at a path; None if there is no text, or no answer within 5 s."""
         curl = ("curl", "-sf", "-m", "5")
         lived = "X-aws-ec2-metadata-token-ttl-seconds: 300"
         token = answer(*curl, "-X", "PUT", "-H", lived, f"{self._base}/api/token")

@@ -1,4 +1,4 @@
-"""The one-time schedules of EventBridge Scheduler, which fire unless a node moves the hour."""
+"""The one-time schedules of EventBridge Scheduler, which fire at a set hour if no node moves it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from gpufleet.job.contract.reading import epoch
 from gpufleet.job.node.outside import aws
 
-# The fields of GetSchedule's answer that UpdateSchedule takes. UpdateSchedule replaces all fields: a missing field gets
-# its default.
+# The fields of GetSchedule's answer that are passed to UpdateSchedule. UpdateSchedule replaces all fields, and a
+# missing field gets its default.
 KEPT = (
     "ActionAfterCompletion",
     "Description",

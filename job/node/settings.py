@@ -13,36 +13,37 @@ from gpufleet.job.contract.reading import epoch
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings in the header of infra/program/boot/user_data.py, and the places of this machine's files."""
+    """The settings in the header of infra/program/boot/user_data.py, and the paths of this machine's files."""
 
     stack: str
     run: str
     region: str
     image: str  # the supervisor's image
-    job_image: str  # the image of a command, which has its own container; empty if the supervisor's image is used
+    # the image of a user's command, which has its own container; empty if the supervisor's image is used
+    job_image: str
     bucket: str
     log_group: str
     run_config_sha256: str
     timer_s: int
     schedule: str  # GROUP/NAME of the schedule that ends the fleet; empty if there is none
     device: str  # cuda or cpu
-    container_options: str  # options for docker run, for this kind of job
+    container_options: str  # options of docker run for this kind of job
     data_volume: str  # `blank` or `snapshot`; an empty text means no volume
     data_device: str
     root: Path  # / on EC2
     metadata: str  # the address of an embedded metadata service; empty on EC2
     next_stage: str = ""  # for a run in stages: the stage that follows this one
-    fallback: str = ""  # 1: a second fleet stands by, on demand
+    fallback: str = ""  # 1 if there is a standby fleet on demand
     notify: str = ""  # JSON with the receivers of the node's messages; empty if there are none
 
     @property
     def folder(self) -> Path:
-        """Where gpufleet's own files lie on the machine."""
+        """The folder of gpufleet's own files on the machine."""
         return self.root / "opt/gpufleet"
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Settings:
-        """Raises KeyError, ValueError."""
+        """The settings in the environment. Raises KeyError, ValueError."""
         return cls(
             stack=environment["STACK"],
             run=environment["RUN_ID"],
@@ -73,7 +74,7 @@ class InstanceIdentity:
     instance: str
     type: str
     zone: str
-    launched_at: str  # UTC, whole seconds, Z
+    launched_at: str  # in UTC, with whole seconds and Z
     uptime: float = 0.0  # the machine's uptime when this was read
     account: str = ""
 
@@ -84,7 +85,7 @@ class InstanceIdentity:
 
     @classmethod
     def from_document(cls, document: str) -> InstanceIdentity:
-        """Raises KeyError, TypeError or ValueError for another document."""
+        """Reads the identity document. Raises KeyError, TypeError or ValueError for any other document."""
         identity = json.loads(document)
         return cls(
             instance=identity["instanceId"],

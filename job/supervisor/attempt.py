@@ -1,8 +1,9 @@
 """One attempt at the run on this node, from its arrival to its end: the parent of the trainer.
 
-The attempt prepares (record, meter, files for training), trains (starts, watches, publishes), and ends in one of five
-ways: finished (or at a limit of the run), failed for good, interrupted, crashed, or over before it began. Only an
-attempt that finished or failed for good writes done.json, last of all. See docs/interruptions.md.
+The attempt prepares (its record, the meter, files for training), trains (starts and watches the trainer, and publishes
+checkpoints), and ends in one of five ways: finished (or at a limit of the run), failed for good, interrupted, crashed,
+or over before it began. Only an attempt that finished or failed for good writes done.json, last of all. See
+docs/interruptions.md.
 """
 
 from __future__ import annotations
@@ -55,21 +56,22 @@ from gpufleet.job.supervisor.world import Cause, Outside, Trainer
 TICK_S = 0.25
 SPENT_S = 5.0  # seconds between two writes of spent.json, which the trainer's log lines show
 MARGIN_S = 5.0  # seconds between a predicted publication and the end of the machine
-SIGTERM_S = 105.0  # seconds that a trainer gets after SIGTERM; docker stop waits 115 s
-PATIENCE_S = 120.0  # the least wait for a trainer that was asked to stop at a limit
-LINES = 3  # number of missing lines after which a trainer that rarely writes counts as stuck
-FINISH_S = 900.0  # seconds to upload everything; after that the attempt counts as crashed and the next one uploads
-TRACKER_S = 60.0  # seconds for a tracker that still sends figures at the run's end
-MARK_S = 120.0  # seconds to write how the run ended, after all uploads; later the node writes that
-PAST_S = 60.0  # seconds past a limit and a checkpoint, after which anything still under way is abandoned
+SIGTERM_S = 105.0  # seconds for which a trainer may go on after a SIGTERM; docker stop waits 115 s
+PATIENCE_S = 120.0  # the least seconds to wait for a trainer that was asked to stop at a limit
+LINES = 3  # a trainer that rarely writes is taken to be stuck after this many missing lines
+# seconds to upload everything; after that the attempt ends as crashed, and the next one uploads the files
+FINISH_S = 900.0
+TRACKER_S = 60.0  # seconds for which a tracker may still send metric values at the run's end
+MARK_S = 120.0  # seconds to write how the run ended, after all uploads; after that, the node writes it
+PAST_S = 60.0  # seconds after a limit and a checkpoint; any work that is still going on then is abandoned
 CRASH_S = 120.0  # seconds to publish the trainer's commits
-LATE_S = 60.0  # AWS may take the machine so many seconds later than announced
+LATE_S = 60.0  # AWS may take the machine this many seconds later than announced
 XIDS = 8  # number of newest Xid errors (of NVIDIA's driver) in a heartbeat
 T = TypeVar("T")
 
 
 class InterruptedEarlyError(Exception):
-    """The machine goes away before training has begun."""
+    """The machine is being taken away before training has begun."""
 
 
 class LimitReachedError(Exception):
@@ -79,7 +81,7 @@ class LimitReachedError(Exception):
 class Supervisor:
     """One attempt. Call `run`, which returns the exit code for the node."""
 
-    record: attempts.OwnRecord  # these four exist once the attempt is registered
+    record: attempts.OwnRecord  # this and the next three attributes exist after the attempt is registered
     others: attempts.Others
     number: int  # the number of this attempt
     meter: Meter
@@ -118,7 +120,7 @@ class Supervisor:
         self.resumed_step = 0
         self.rung = 0
         self.asked = False  # whether somebody asked the run to end
-        # the time at which this node learned that a node on demand takes the run over
+        # The time at which this node learned that an on-demand node takes the run over.
         self.superseded_at: float | None = None
         self._beat_at = float("-inf")
         self._metered = False
@@ -139,13 +141,13 @@ class Supervisor:
                 self.say(f"the run is over already: {over.reason}")
                 return AttemptExit.FAILED if over.reason in ends.FAILURES else AttemptExit.FINISHED
             self._patiently(self._register, "what earlier attempts left")
-            self._ask_price()  # before any limit is judged
+            self._ask_price()  # asked first, because limits depend on the price
             self._beat()
             if lacking := self._lost() or self._lacking():
                 return self._crashed(f"node refused: {lacking}", code=AttemptExit.REFUSED)
             try:
                 self._stage()
-            except ValueError as error:  # the error is the same on every node
+            except ValueError as error:  # the error would be the same on every node
                 return self._finish(ends.FAILED, str(error))
             self._look()
             return self._conclude(self._train())
@@ -169,7 +171,7 @@ class Supervisor:
             if self._child is not None:
                 self._child.kill()
             self.tracker.kill()
-            self.publisher.cancel()  # no upload under way may delay this process
+            self.publisher.cancel()  # so that no running upload can delay the end of this process
             self.graphs.cancel()
 
     def _read_done(self) -> ends.Done | None:
@@ -200,8 +202,8 @@ class Supervisor:
             nodes=self.run_file.nodes,
         )
         self._metered = True
-        # The rungs of the ladder at which memory really ran out. If a phase is predicted not to fit, the trainer
-        # chooses a lower rung itself.
+        # The rungs of the ladder at which memory has really run out. If a phase is only predicted not to fit, the
+        # trainer itself chooses a lower rung.
         floors = [attempt.record.floor for attempt in earlier if attempt.record.type == self.node.type]
         self.rung = max(filter(None, floors), default=0)
         self.say(f"attempt {self.number} of run {self.run_file.run} on {self.node.instance} {self.node.type}")
@@ -230,9 +232,9 @@ class Supervisor:
         )
 
     def _stage(self) -> None:
-        """Downloads dataset, base weights, checkpoint, results of later stages and compiled graphs.
-
-        Raises InterruptedEarlyError, StoreError, MismatchError, OSError; ValueError if no other node could do better.
+        """Downloads dataset, base weights, checkpoint, finished results of phases after training (stages/*.jsonl), and
+        compiled graphs. Raises InterruptedEarlyError, StoreError, MismatchError, OSError. Raises ValueError if another
+        node would fail in the same way.
         """
         staging.inputs(self.staging)
         self._resume()
@@ -242,8 +244,8 @@ class Supervisor:
         self._check()
 
     def _fall_back(self, unreadable: Unreadable) -> bool:
-        """Goes back to the checkpoint before one that cannot be read although its bytes are right. Returns False if
-        there is no earlier checkpoint.
+        """Goes back to the previous checkpoint, because the newest one cannot be read although its bytes are right.
+        Returns False if there is no earlier checkpoint.
         """
         if not staging.set_aside(self.staging, unreadable.step, unreadable.problem):
             return False
@@ -259,7 +261,7 @@ class Supervisor:
     def _go_on_from(self, manifest: Manifest | None) -> None:
         self.resumed_step = 0 if manifest is None else manifest.commit.goes_on_from
         self._seen_save = (self.resumed_step, self.clock())
-        # The publisher must know the manifest before anything can end the attempt: it deletes checkpoints that it does
+        # The publisher must have the manifest before the attempt can end, because it deletes checkpoints that it does
         # not know.
         self._patiently(lambda: self.publisher.resumed(manifest), BEST)
         if manifest is not None:
@@ -271,7 +273,7 @@ class Supervisor:
         self.progress.skip(self.resumed_step)
         self.record.update(resumed_step=self.resumed_step)
         if manifest is not None:
-            # the next heartbeat sends it; without a heartbeat, a lost node would look as if it began anew
+            # The next heartbeat sends it. Without a heartbeat, a lost node would look as if it had begun anew.
             with suppress(StoreError):
                 self.record.flush()
 
@@ -293,7 +295,7 @@ class Supervisor:
             self._tell(Accept())
         while self.cause is None or self._owes_model():
             self.record.update(floor=self.rung)
-            with suppress(OSError):  # a file of an earlier start must not count for this start
+            with suppress(OSError):  # a file of an earlier start must not be read in this start
                 (self.workdir / RUNG).unlink(missing_ok=True)
             self._tell_spent(self.clock())
             self._child = self.world.start(self.rung)
@@ -320,8 +322,8 @@ class Supervisor:
         return TrainerExit.STOPPED
 
     def _owes_model(self) -> bool:
-        """Whether somebody asked for a stop before this node trained: then the trainer starts only to export the
-        checkpoint's model. At a limit the trainer does not start, because there is no money left.
+        """Whether somebody asked for a stop before this node trained. In that case the trainer starts only to export
+        the checkpoint's model. If a limit was reached, the trainer does not start, because there is no money left.
         """
         return self._by_hand and self._child is None and self.resumed_step > 0
 
@@ -354,7 +356,9 @@ class Supervisor:
         self._end_if_stuck(now)
 
     def _end_if_lost(self) -> None:
-        """Ends the attempt at once if a GPU is off the bus: the trainer cannot save, and other nodes wait."""
+        """Ends the attempt at once if a GPU is off the bus, because the trainer cannot save then, and other
+        nodes wait.
+        """
         assert self._child is not None
         if not self.lost and (lost := self._lost()):
             self.lost = lost
@@ -362,14 +366,16 @@ class Supervisor:
             self._child.kill()
 
     def _lost(self) -> str:
-        """How a GPU of this node is broken; empty if none is, or if earlier nodes were refused for the same reason."""
+        """A sentence about how a GPU of this node is broken; empty if none is, or if earlier nodes were refused for the
+        same reason.
+        """
         if self.world.sampler is None or attempts.accepts(self.others.attempts):
             return ""
         return self.world.sampler.lost()
 
     @property
     def waits_since(self) -> float:
-        """When this node became the oldest of several waiting nodes; 0 if it is not the oldest."""
+        """The time at which this node became the oldest of several waiting nodes; 0 if it is not the oldest."""
         return 0.0
 
     def _tell_spent(self, now: float) -> None:
@@ -386,8 +392,9 @@ class Supervisor:
         )
         if next_switch.is_paid != self._switch_is_paid:
             self._switch_is_paid = next_switch.is_paid
-            pay = "pay again" if next_switch.is_paid else "do not pay"
-            self.say(f"fallback: the limits {pay} for the rest on demand{'' if next_switch.is_paid else ': no switch'}")
+            fits = "fits" if next_switch.is_paid else "no longer fits"
+            then = "" if next_switch.is_paid else ": no switch"
+            self.say(f"fallback: the cost of the rest on demand {fits} within the limits{then}")
         self._tell(
             Spent(
                 spent_usd=spent.usd,
@@ -403,7 +410,7 @@ class Supervisor:
         )
 
     def _leaving(self) -> Cause | None:
-        """Why and when this machine goes away; None without a sign that it will. Only this method checks for a
+        """Why and when this machine will be taken away; None if there is no sign of it. Only this method checks for a
         notice.
         """
         if (notice := self.world.metadata.notice) is not None:
@@ -417,7 +424,7 @@ class Supervisor:
     def _look(self) -> None:
         """Looks for a reason to stop.
 
-        The first reason decides, except that a stop by hand may be followed by a limit.
+        The first reason is used, except that a limit may replace a stop by hand.
         """
         now, leaving = self.clock(), self._leaving()
         end_s = self.forecast.end_s(self.progress.step, self.progress.step_s)
@@ -428,7 +435,7 @@ class Supervisor:
         if leaving is not None:
             self.cause = leaving
         elif (limit := self._limit(now, end_s) or self._limit_before_next_save(now, end_s)) is not None:
-            # Comes before a stop by hand, which has more time.
+            # This comes before a stop by hand, which has more time.
             self.cause = Cause(reason=limit)
         elif self.asked:
             self.cause = Cause(reason=ends.STOPPED)
@@ -441,8 +448,9 @@ class Supervisor:
         return self.meter.limit(now, self.run_file.limits, end_s + RESERVE_S)
 
     def _limit_before_next_save(self, now: float, end_s: float) -> str | None:
-        """For a job that saves only by itself: the limit that comes before its next checkpoint, so that training until
-        then would be in no checkpoint. None if the next checkpoint comes first, or if the job has not saved yet.
+        """For a job that saves only by itself: the limit that comes before its next checkpoint, so that the training
+        until then would not be in any checkpoint. None if the next checkpoint comes first, or if the job has not saved
+        yet.
         """
         if self.run_file.config.saves_on_signal is not False:
             return None
@@ -451,7 +459,7 @@ class Supervisor:
         if newest <= saved:
             return None
         self._seen_save, interval_s = (newest, now), now - at
-        if saved == self.resumed_step:  # the first interval also contains the start
+        if saved == self.resumed_step:  # the first interval is not used, because it also contains the start
             interval_s = min(interval_s, self.run_file.config.save_interval_s(self.progress.step_s or 0.0))
         return self._limit(now + interval_s, end_s)
 
@@ -470,10 +478,12 @@ class Supervisor:
         patience = max(FIRST_SIGN_S, 3 * needed) if self._by_hand else self._patience_s(now, needed)
         self._kill_at = now + patience if cause.deadline is None else cause.deadline
         if not self._tell(Stop(reason=cause.reason, save=save, ends=cause.ends, deadline=cause.deadline)):
-            self._kill_at = now  # this job cannot be asked to save
+            self._kill_at = now  # killed at once, because this job cannot be asked to save
 
     def _patience_s(self, now: float, needed: float) -> float:
-        """How long to wait for a trainer that knows of a limit: until a minute and a checkpoint's time after it."""
+        """Seconds to wait for a trainer that was asked to stop because of a limit: until a minute and the time of a
+        checkpoint after the limit.
+        """
         most, stop_s = max(PATIENCE_S, 3 * needed), self.forecast.stop_s(self.progress.step, self.progress.step_s)
         return min(most, self._left_s(now, most) + PAST_S + stop_s)
 
@@ -499,7 +509,7 @@ class Supervisor:
         self._child.kill()
 
     def _conclude(self, code: int) -> int:
-        """Ends the attempt as the trainer's exit code demands."""
+        """Ends the attempt in the way that belongs to the trainer's exit code."""
         command_end = CommandEnd.read(self.workdir)  # the command has ended by itself
         reason = self.killed or (command_end.full_text if command_end else f"the trainer ended with {code}")
         if code == TrainerExit.FINISHED:
@@ -554,21 +564,21 @@ class Supervisor:
         return code
 
     def _track(self, record: dict[str, Any]) -> None:
-        """Hands on a line of metrics.jsonl; of several nodes the leader does this alone."""
+        """Passes a line of metrics.jsonl on to the tracker. If there are several nodes, only the leader does this."""
         if self.publisher.node == 0:
             self.tracker.take(record)
 
     def _wait_for_tracker(self) -> None:
-        """Lets the tracker send what it still has, for a bounded time."""
+        """Waits for a limited time until the tracker has sent what it still has."""
         until = self._counted_until(TRACKER_S)
         while not self.tracker.wait(TICK_S):
             self._keep_alive()
             if self.clock() >= until:
-                return self.say("warning: log.tracker did not end in time: its last figures are lost")
+                return self.say("warning: log.tracker did not end in time: its last metrics are lost")
 
     def _tell_end(self, done: ends.Done, code: int) -> None:
-        """Writes to the bucket how the run ended. If this fails, no further node is needed: within minutes the node
-        sends the missing done.json from the work folder, and `gpufleet results` makes the receipt.
+        """Writes to the bucket how the run ended. If this fails, no further attempt is needed: within minutes the node
+        uploads the missing done.json from the work folder, and `gpufleet results` makes the receipt.
         """
         marker, until = atomic.json_bytes(done.to_json()), self._counted_until(MARK_S)
         self.record.update(exit=Exit(code, done.reason, at=done.at))
@@ -579,7 +589,7 @@ class Supervisor:
             lambda: self._write_receipt(done),
             self.record.flush,
             lambda: send_log(self.store, self.world.log.path, LOG),
-            lambda: create(self.store, marker, bucket.DONE),  # of several writers the first one counts
+            lambda: create(self.store, marker, bucket.DONE),  # if there are several writers, the first object stays
         ):
             try:
                 self._insist(until, act)
@@ -588,7 +598,7 @@ class Supervisor:
 
     def _interrupted(self) -> int:
         """Publishes what time allows, then records the interruption."""
-        self.tracker.end()  # it has the time that the uploads take
+        self.tracker.end()  # the tracker can send while the uploads go on
         cause = self.cause
         assert cause is not None
         assert cause.deadline is not None
@@ -602,8 +612,8 @@ class Supervisor:
         return AttemptExit.INTERRUPTED
 
     def _crashed(self, why: str, code: int = AttemptExit.CRASHED) -> int:
-        """Publishes the trainer's committed checkpoints. The node counts such ends and shuts down without done.json, so
-        that the fleet starts another node. `code` REFUSED means that this node is bad.
+        """Publishes the trainer's committed checkpoints. The node counts such ends, and shuts down without done.json,
+        so that the fleet starts another node. The `code` is REFUSED if this node is bad.
         """
         self.say(f"this attempt failed: {why}")
         self.tracker.end()
@@ -630,7 +640,9 @@ class Supervisor:
         return self.uploader.idle
 
     def _waits_in_vain(self) -> bool:
-        """Whether a checkpoint can never be published because nobody will send its missing parts."""
+        """Whether a checkpoint can never be published, because the nodes that have its missing parts will not send
+        them.
+        """
         return False
 
     def _in_upload_thread(self, act: Callable[[], None]) -> None:
@@ -660,7 +672,9 @@ class Supervisor:
                 pause = min(2 * pause, 60.0)
 
     def _write_receipt(self, done: ends.Done) -> None:
-        """Writes receipt.json, and its text into the log. If the bill cannot be compared, there is no receipt."""
+        """Writes receipt.json, and writes it into the log as text. If the bill cannot be compared, there is no
+        receipt.
+        """
         try:
             run, record = self.run_file, self.record.now
             own = count_node(run, replace(record, instance=self.node.instance), self.heartbeat())
@@ -678,14 +692,16 @@ class Supervisor:
         self.world.log.write((text + "\n").encode())
 
     def _objects(self) -> dict[str, int] | None:
-        """The bytes of the run's objects, by key; None if the store does not answer: a receipt does not wait."""
+        """The bytes of the run's objects, by key; None if the store does not answer, because a receipt does not wait
+        for it.
+        """
         try:
             return {entry.key: entry.bytes for entry in self.store.entries("")}
         except StoreError:
             return None
 
     def heartbeat(self) -> Beat:
-        """One line of heartbeat/<instance>.jsonl, from which later attempts know what this attempt cost."""
+        """One line of heartbeat/<instance>.jsonl, from which later attempts can see what this attempt has cost."""
         now, seen, sampler = self.clock(), self.progress.record, self.world.sampler
         spent = self.meter.spent(now)
         return Beat(
@@ -707,8 +723,8 @@ class Supervisor:
         )
 
     def _keep_alive(self) -> None:
-        """Sends heartbeats and notices the first sign that the machine goes away. Every long operation calls it, even
-        while the run is ending; uploads then hurry too.
+        """Sends heartbeats, and notices the first sign that the machine will be taken away. Every long operation calls
+        it, even while the run is ending; uploads then hurry too.
         """
         now, leaving = self.clock(), self._leaving()
         if leaving is not None and leaving.deadline is not None and self.record.now.exit is None:
@@ -718,7 +734,9 @@ class Supervisor:
             self._beat()
 
     def _note(self, cause: Cause, now: float) -> None:
-        """Records the interruption at once: a machine that is taken during its last upload must not look crashed."""
+        """Records the interruption at once, so that a machine that is taken during its last upload does not look as if
+        it had crashed.
+        """
         self.record.update(exit=attempts.interruption(cause, now))
         self._beat()
 
@@ -729,7 +747,9 @@ class Supervisor:
         self.pulse.beat(self.heartbeat())
 
     def _take_notes(self) -> None:
-        """Writes the trainer's notes, and the fleet's history of earlier nodes, into attempts/<instance>.json."""
+        """Writes what the trainer has reported, and the fleet's history of earlier nodes, into
+        attempts/<instance>.json.
+        """
         was, others = self.record.now, self.others
         record = replace(was, reclaimed=attempts.reclaimed(others.attempts), ended=others.ended, untold=others.untold)
         if record != was:
@@ -747,7 +767,7 @@ class Supervisor:
 
     def _refresh(self) -> None:
         if self.publisher.stages.added and not self.record.now.results:
-            # whatever ends this attempt from now on, it has made progress: job/node/earlier_boots.py
+            # From now on this attempt has made progress, however it ends (job/node/earlier_boots.py).
             self.record.update(results=True)
         self.record.flush()
         self._ask_price()

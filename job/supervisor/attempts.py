@@ -27,21 +27,23 @@ from gpufleet.job.supervisor import fleet
 from gpufleet.job.supervisor.store import Store, StoreError, bucket_uri, open_store
 from gpufleet.job.supervisor.world import Cause
 
-REFUSALS = 2  # so many nodes may be refused in a run: fewer than the boots without progress that end it
+# at most this many nodes may be refused in a row; this is fewer than the boots without progress that end the run
+REFUSALS = 2
 WRONG = "node refused, bytes arrived wrong"
-LAUNCH_S = 10.0  # AWS gives launch times in whole seconds
-CHANGED_S = 300.0  # seconds from a change of a fleet to the notice of a node that it takes (assumed)
+LAUNCH_S = 10.0  # tolerance in seconds, because AWS gives launch times in whole seconds
+# the most seconds between a change of a fleet and the notice of a node that ends because of it (assumed)
+CHANGED_S = 300.0
 
 
 def interruption(cause: Cause, at: float) -> Exit:
-    """The `exit` of an attempt whose machine goes away."""
+    """The `exit` of an attempt whose machine is taken away."""
     noticed = cause.reason == "notice"
     ends_at = iso(cause.deadline) if noticed and cause.deadline is not None else None
     return Exit(AttemptExit.INTERRUPTED, cause.reason, noticed, iso(at), ends_at)
 
 
 def accepts(earlier: Sequence[Attempt]) -> bool:
-    """Whether so many nodes were refused since the last one that trained that this node trains in any case."""
+    """Whether this node must train in any case, because too many nodes were refused since a node last trained."""
     since = itertools.takewhile(lambda attempt: attempt.record.started_s is None, reversed(earlier))
     ends = [attempt.record.exit for attempt in since]
     refused = [end for end in ends if end is not None and end.code == AttemptExit.REFUSED]
@@ -49,15 +51,14 @@ def accepts(earlier: Sequence[Attempt]) -> bool:
 
 
 def doubts(earlier: Sequence[Attempt], key: str) -> bool:
-    """Whether wrong bytes of `key` are blamed on this node, not yet on the store."""
+    """Whether this node is taken to be the cause of wrong bytes of `key`, and not yet the store."""
     ends = [attempt.record.exit for attempt in earlier]
     return sum(end is not None and end.reason.startswith(f"{WRONG}: {key}: ") for end in ends) < REFUSALS
 
 
 class OwnRecord:
-    """This attempt's attempts/<instance>.json, with its content in `now`.
-
-    Fields that the node wrote stay unchanged; `flush` sends changes.
+    """The attempts/<instance>.json of this attempt; `now` has its content. Fields that the node wrote stay unchanged.
+    `flush` uploads changes.
     """
 
     def __init__(self, store: Store, instance: str, aside: Aside) -> None:
@@ -70,11 +71,12 @@ class OwnRecord:
     def update(self, **changes: Any) -> None:
         """Changes the record in memory, without the network. Any thread may call this method."""
         with self._noting:
-            self.now = replace(self.now, **changes)  # a new object: another thread may be sending the old object
+            # a new object is made, because another thread may be sending the old one
+            self.now = replace(self.now, **changes)
         self._changed = True
 
     def flush(self) -> None:
-        """Sends the record, from any thread: an older state never replaces a newer one. Raises StoreError."""
+        """Sends the record, from any thread. An older state never replaces a newer one. Raises StoreError."""
         with self._sending:
             if self._changed:
                 self._changed = False
@@ -88,8 +90,8 @@ class OwnRecord:
 def read(
     store: Store, *, but: str = "", done: Done | None = None, say: Callable[[str], None] = lambda text: None
 ) -> list[Left]:
-    """The records that each of the run's nodes, except `but`, has written. After the run's end, pass `done`, which
-    proves that the node that wrote it existed until then. `say` gets a line for each damaged record.
+    """The records that each of the run's nodes, except `but`, has written. After the run's end, pass `done`, because it
+    proves until when the node that wrote it existed. `say` is called with a line for each damaged record.
     """
     keys = [entry.key for prefix in (bucket.ATTEMPTS, bucket.HEARTBEATS) for entry in store.entries(prefix)]
     named = {key: node for key in keys if (node := bucket.node_of(key))}
@@ -124,7 +126,7 @@ def read_ended(
 ) -> list[Attempt]:
     """Every attempt of an ended run, the oldest first.
 
-    `history` is AWS's; `known` is what `reclaimed` returns.
+    `history`: the history from AWS. `known`: what `reclaimed` returns.
     """
     nodes = OtherNodes(Node("", "", "", launched_at=epoch(done.at) or 0.0), read(store, done=done, say=say))
     nodes.take(history or History(), now)
@@ -165,10 +167,10 @@ class Others(OtherNodes):
         super().__init__(node, read(store, but=node.instance, say=say))
         self.know(known)
         self._store, self._run, self._ask = store, run, ask
-        self.attempts = self.count(run)  # always replaced as a whole
+        self.attempts = self.count(run)  # always replaced as a whole, because other threads read it
 
     def look(self, now: float) -> None:
-        """Asks AWS for facts still missing, and reads the records again. Raises StoreError."""
+        """Asks AWS for facts that are still missing, and reads the records again. Raises StoreError."""
         history = self._ask(now - KEPT_S) if self.doubtful else None
         if history is not None:
             self.take(history, now)
@@ -186,9 +188,9 @@ class Others(OtherNodes):
 
 
 def judged(attempts: Iterable[Attempt], known: Mapping[str, bool], past: History | None, now: float) -> list[Attempt]:
-    """The attempts with the answer to who ended each: from `known` or, for an unexplained notice, from AWS's history.
-    If somebody changed the fleet shortly before a node's notice or after it, that change ended the node, and the user
-    pays. A change that launched a stage's node ended none.
+    """The attempts, each with whether AWS or the owner ended its node: from `known`, or, for an unexplained notice,
+    from AWS's history. If somebody changed the fleet shortly before a node's notice or after it, this change has ended
+    the node, and the user pays for it. A change that launched the node of a stage has not ended a node.
     """
 
     def judge(node: Attempt) -> bool | None:
@@ -203,5 +205,5 @@ def judged(attempts: Iterable[Attempt], known: Mapping[str, bool], past: History
 
 
 def reclaimed(attempts: Iterable[Attempt | AttemptCost]) -> dict[str, bool]:
-    """Whether AWS took each node, by node. Later attempts need this record, because AWS forgets."""
+    """Whether AWS took each node, by node. Later attempts need this record, because AWS shows it only for two days."""
     return {node.instance: node.reclaimed for node in attempts if node.reclaimed is not None}

@@ -1,4 +1,6 @@
-"""Installs packages that the image lacks, before anything imports them. It uses the standard library only."""
+"""Installs packages that the image does not have, before they are imported. This module uses the standard
+library only.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def missing(requirements: str, version: Callable[[str], str] = importlib.metadat
 
 
 def command(listed: Path, folder: Path) -> list[str]:
-    """The pip command, which accepts only the pinned hashes."""
+    """The pip command, with which only files with the pinned hashes are accepted."""
     options = ["--no-deps", "--require-hashes", "--only-binary", ":all:", "--no-cache-dir"]
     quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--root-user-action", "ignore"]
     target = ["--target", str(folder), "--upgrade", "-r", str(listed)]

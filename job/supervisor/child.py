@@ -22,15 +22,16 @@ from gpufleet.job.supervisor.leash import ABOVE
 from gpufleet.job.supervisor.rendezvous import Rendezvous
 from gpufleet.job.text import printable
 
-FIRST_SIGN_S = 1800.0  # the longest silence in seconds: imports, data, compilation, a growth boundary
+# the longest time in seconds without a sign of life, during imports, data, compilation or a growth
+FIRST_SIGN_S = 1800.0
 QUIET_MIN_S = 900.0
 SHUTDOWN = "--shutdown-timeout"  # an option of torchrun
-KILL_S = 5.0  # seconds that a killed process may take to end
+KILL_S = 5.0  # the most seconds until a killed process ends
 
 
 class JobLog:
     """Writes to job.log and standard output, without terminal escapes, because the job may print text that strangers
-    wrote. A full disk or a closed pipe never stops training.
+    wrote. A full disk or a closed pipe does not stop the training.
     """
 
     def __init__(self, path: Path, stream: IO[bytes] | None = None) -> None:
@@ -53,12 +54,14 @@ class JobLog:
 
 
 def _open_no_link(path: str, flags: int) -> int:
-    """Opens a file, but no link: by one the training process could redirect the log into other files."""
+    """Opens a file, but no link, because by a link the training process could redirect the log into other files."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o644)
 
 
 class TrainerProcess(Protocol):
-    """A training process, wherever it runs. `kill` ends it and everything that it started, and never waits long."""
+    """A training process, wherever it runs. `kill` ends it and everything that it has started, and does not wait for
+    long.
+    """
 
     @property
     def stdout(self) -> IO[bytes]: ...
@@ -90,10 +93,10 @@ class GroupedProcess:
 
 
 class Child:
-    """A trainer, which `begin` starts. Its output goes to the log, line by line.
+    """A trainer, which `begin` starts. The trainer's output goes to the log, line by line.
 
     `ended`: the file into which ranks write the exit code that torchrun cannot pass on. `waits`: the file for which a
-    trainer waits once it has imported everything; `go` writes that file, and the output is read from then on.
+    trainer waits after it has imported everything. `go` writes this file, and the output is read from then on.
     """
 
     def __init__(
@@ -125,7 +128,9 @@ class Child:
         Start(rung=rung).write(self._waits.parent)
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while the trainer runs. With a code, no process of it is left."""
+        """The exit code, negative for a signal; None while the trainer runs. If there is a code, no process of the
+        trainer exists any more.
+        """
         code = self._process.poll()
         if code is None and self._killed:
             return -signal.SIGKILL
@@ -137,18 +142,18 @@ class Child:
         return code
 
     def kill(self) -> None:
-        """Ends all processes of the trainer now, and never waits long. The method may be called again."""
+        """Ends all processes of the trainer now, and does not wait for long. The method may be called again."""
         if self._killed:
             return
         self._killed = True
         self._process.kill()
-        if self._reader.ident is not None:  # the trainer has been started
+        if self._reader.ident is not None:  # the thread runs only if the trainer was started
             self._reader.join(timeout=KILL_S)
-        if not self._reader.is_alive():  # otherwise closing would wait for another reader
+        if not self._reader.is_alive():  # otherwise closing would wait for the thread that reads
             self._process.stdout.close()
 
     def _read(self) -> None:
-        with suppress(ValueError):  # a kill has closed the pipe
+        with suppress(ValueError):  # `kill` may have closed the pipe
             for line in self._process.stdout:
                 self.output_at = self._clock()
                 self._log.write(line)
@@ -158,8 +163,8 @@ def trainer(
     workdir: Path, rung: int | None, ranks: int, module: str, place: Rendezvous | None = None, parent: str = ""
 ) -> list[str]:
     """The command line of a job's `module`: one process, or torchrun with one process for each of this node's `ranks`.
-    Without a rung the trainer waits for one. `place`: how the trainer reaches those of other nodes. `parent`: the
-    parent process of the leash; if empty, this process.
+    If no rung is given, the trainer waits for it. `place`: how the trainer reaches the trainers of other nodes.
+    `parent`: the process with which the trainer dies (leash.py); if it is empty, this process.
     """
     leash = ["-m", "gpufleet.job.supervisor.leash"]
     train = ["-m", module, str(workdir), *(["--wait"] if rung is None else ["--rung", str(rung)])]
@@ -172,8 +177,9 @@ def trainer(
 
 
 def _patience() -> list[str]:
-    """torchrun kills its ranks 30 s after a SIGTERM by default; docker stop waits 115 s. Torch 2.11 has no option for
-    that (2.13 has). This reads torch's source instead of importing it, which takes seconds.
+    """The option of torchrun that sets how long it waits for its ranks. By default torchrun kills its ranks 30 s after
+    a SIGTERM, but docker stop waits 115 s. Torch 2.11 does not have the option (2.13 has it). To find out, this reads
+    torch's source, because importing torch takes seconds.
     """
     spec = importlib.util.find_spec("torch")
     assert spec is not None
@@ -183,12 +189,12 @@ def _patience() -> list[str]:
 
 
 class MetricsFollower:
-    """Follows metrics.jsonl: the newest record, the pace, and when it last grew."""
+    """Follows metrics.jsonl: its newest record, the time per step, and the time at which it last grew."""
 
     def __init__(
         self, path: Path, clock: Callable[[], float], tell: Callable[[dict[str, Any]], None] = lambda record: None
     ) -> None:
-        """`tell` gets each new record too."""
+        """`tell` is called with each new record."""
         self.record: dict[str, Any] = {}
         self.step = 0
         self.first_at: float | None = None  # the time of this attempt's first new record
@@ -211,7 +217,7 @@ class MetricsFollower:
             size = self._path.stat().st_size
         except OSError:
             return
-        if size < self._offset:  # the trainer has cut off records that a resume repeats
+        if size < self._offset:  # the trainer has removed records that a resume repeats
             self._offset = size
         if size == self._offset:
             return
@@ -238,17 +244,17 @@ class MetricsFollower:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds per step, the slowest of the last 20 that were logged."""
+        """Seconds per step: the slowest of the last 20 logged values."""
         return max(self._step_s, default=None)
 
     @property
     def usual_step_s(self) -> float | None:
-        """Seconds per step, the median of the newest steps: one step that stalled does not predict the others."""
+        """Seconds per step: the median of the newest steps, because one step that stalled is not typical."""
         return median(self._step_s) if self._step_s else None
 
     def quiet_limit_s(self) -> float:
-        """How long silence is normal: 20 median gaps between records, but at least 15 minutes, and at most 30
-        minutes or 3 such gaps.
+        """The seconds for which it is normal that no record comes: 20 median gaps between records, but at least 15
+        minutes, and at most 30 minutes or 3 such gaps.
         """
         if not self._gaps:
             return FIRST_SIGN_S

@@ -1,9 +1,10 @@
-"""Keeps compiled graphs beyond the life of node and run: <workdir>/compile_cache/*.bin, mirrored to
+"""Keeps compiled graphs after the end of a node and of a run: <workdir>/compile_cache/*.bin, mirrored to
 <bucket>/compile_cache/.
 
-The graphs lie beside the runs, in a folder per experiment and settings, so that a later run of the stack starts with
-them too. No stop waits for graphs: one file at a time is sent while nothing else is being sent, and no file once a stop
-has begun. A failure is logged and ignored, because without these files training only starts more slowly.
+The graphs are in a folder beside the runs, one for each experiment and settings, so that a later run of the stack can
+use them too. A stop does not wait for graphs: one file at a time is sent while nothing else is being sent, and no file
+is sent after a stop has begun. A failure is logged and ignored, because without these files training only starts more
+slowly.
 
 The trainer unpickles the files, and a pickle can run any code. So the files come only from the run's own bucket: nodes
 of this stack, and everybody who may write to its bucket, can run code on its later nodes.
@@ -24,20 +25,20 @@ from gpufleet.job.contract.run import RunFile
 from gpufleet.job.contract.workdir import GRAPHS
 from gpufleet.job.supervisor.store import GivenUpError, Store, bucket_uri, open_store
 
-# the most bytes per node and direction, so that a damaged or foreign folder does not cost minutes
+# The most bytes that a node sends or downloads, so that a damaged or foreign folder does not cost minutes.
 MOST_BYTES = 512 * 1024 * 1024
 
 
 def place(run: RunFile, uri: str) -> str:
-    """The address of this run's graphs, from the run's `uri` and all settings that can change a step's time. Fewer
-    settings shape a graph, and torch itself distinguishes graphs.
+    """The address of this run's graphs, from the run's `uri` and all settings that can change a step's time. (A graph
+    depends on fewer settings, and torch itself distinguishes graphs.)
     """
     shapes = json.dumps([run.experiment, measured.settings(run.experiment, run.parameters)], sort_keys=True)
     return f"{bucket_uri(uri, run.run)}/{bucket.GRAPHS}/{hashlib.sha256(shapes.encode()).hexdigest()[:16]}"
 
 
 class GraphMirror:
-    """One attempt's mirror of the folder of compiled graphs. Its methods raise nothing."""
+    """One attempt's mirror of the folder of compiled graphs. The methods raise no errors."""
 
     def __init__(
         self,
@@ -52,7 +53,9 @@ class GraphMirror:
         self._running: Future[None] | None = None
 
     def restore(self, check: Callable[[], None]) -> None:
-        """Replaces <workdir>/compile_cache by the stored graphs. `check` is called before each file and may raise."""
+        """Replaces <workdir>/compile_cache by the stored graphs. `check` is called before each file, and may raise an
+        error.
+        """
         shutil.rmtree(self._folder, ignore_errors=True)
         total = 0
         try:
@@ -81,7 +84,7 @@ class GraphMirror:
         self._running = executor.submit(self._send, new[0]) if new else None
 
     def cancel(self) -> None:
-        """Gives up the file that is being sent."""
+        """Stops sending the file that is being sent."""
         self._store.cancel()
 
     def _send(self, path: Path) -> None:

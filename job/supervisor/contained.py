@@ -18,7 +18,7 @@ from gpufleet.job.contract.workdir import CONTROL, FIRST, SCRIPTS
 from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.supervisor.leash import HOLDER
 
-# `sh` must remain the container's first process: a first process ignores every signal that it does not catch.
+# `sh` must remain the container's first process, because a first process ignores every signal that it does not catch.
 TEXT = """\
 exec >{out} 2>&1 </dev/null
 export {holder}=$$ {environment}
@@ -29,10 +29,10 @@ DOCKERS_OWN = range(125, 128)  # docker's exit codes for a program that has not 
 
 
 class ContainedProcess:
-    """`stdout` ends when no process of the container is left, or none is expected."""
+    """`stdout` ends when the container has no process any more, or when none is expected."""
 
     def __init__(self, workdir: Path, argv: Sequence[str], environment: Mapping[str, str]) -> None:
-        """`argv` runs with the image's environment; variables of `environment` override it."""
+        """`argv` runs with the environment of the image; variables in `environment` override it."""
         folder = workdir / CONTROL / SCRIPTS
         folder.mkdir(parents=True, exist_ok=True)
         out = folder / OUT
@@ -41,7 +41,7 @@ class ContainedProcess:
         text = TEXT.format(out=shlex.quote(str(out)), holder=HOLDER, environment=assignments, command=shlex.join(argv))
         atomic.write_bytes(folder / FIRST, text.encode())  # an earlier shell may still be reading its script
         reading = os.open(out, os.O_RDONLY | os.O_NONBLOCK)
-        # keeps the pipe open until `_let_go`, after the trainer's end
+        # This keeps the pipe open until `_let_go`, which is called after the trainer's end.
         self._writing: int | None = os.open(out, os.O_WRONLY)
         os.set_blocking(reading, True)
         self.stdout = os.fdopen(reading, "rb")
@@ -60,7 +60,7 @@ class ContainedProcess:
 
     def kill(self) -> None:
         """Ends all processes of the trainer soon. The method may be called again."""
-        with suppress(OSError):  # the disk is full: the trainer ends with this process's own container
+        with suppress(OSError):  # if the disk is full, the trainer ends only when this process's own container ends
             self._node.close()
         self._let_go()
 

@@ -20,7 +20,8 @@ from gpufleet.job.supervisor import store
 # one.
 CHANGES = ("modify_in_progress", "expired", "deleted", "deleted_running", "deleted_terminating")
 
-Ask = Callable[[float], History | None]  # since (epoch seconds) -> AWS's history; None if AWS does not answer
+# a function that returns AWS's history since a time in epoch seconds; None if AWS does not answer
+Ask = Callable[[float], History | None]
 
 
 def history(ec2: Any, fleet: str, since: float) -> History:
@@ -48,9 +49,9 @@ def merged(histories: Sequence[History], changes: Iterable[float], there: frozen
 def of_node(
     instance: str, client: Any = None, *, others: Callable[[], Iterable[str]] = lambda: (), on_demand: bool = False
 ) -> Ask:
-    """A function that asks AWS for the history of the node's fleet, and which nodes of the fleet exist; it returns None
-    if AWS gives no usable answer. `others`: the run's other fleets. `on_demand`: the node's fleet takes over from
-    those, so that a change of theirs explains no notice.
+    """Returns a function that asks AWS for the history of the node's fleet, and for the existing nodes of the fleet.
+    The returned function gives None if AWS gives no usable answer. `others`: the run's other fleets. `on_demand`:
+    whether the node's fleet takes over from these; a change of these fleets is then not the reason of a notice.
     """
 
     def ask(since: float) -> History | None:

@@ -1,6 +1,6 @@
-"""Predicts how long a stop takes: one optimizer step, save, hash and upload. The bill predicted this time per type and
-phase, and whether it fits into a notice. This module only lengthens the bill's prediction, for slower steps and for
-measured slower saves and uploads. So its decisions agree with what the bill promises.
+"""Predicts how long a stop takes: one optimizer step, save, hash and upload. The bill has predicted this time for each
+type and phase, and whether it is shorter than a notice. This module only makes the predicted time longer, if steps are
+slower, or if saves and uploads were measured to be slower. So its decisions agree with the bill.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from gpufleet.job.kind import JobConfig
 if TYPE_CHECKING:
     from gpufleet.job.contract.metrics import Save
 
-GB_S = 2.5  # seconds per GB to save, hash and send (1.0 + 0.7 + 0.8) for a type without a prediction in the bill
-RESERVE_S = 60.0  # seconds kept free before a limit, on top of a step, a save and an upload
+GB_S = 2.5  # seconds per GB to save, hash and send (1.0 + 0.7 + 0.8) for a type for which the bill has no prediction
+RESERVE_S = 60.0  # seconds that are kept free before a limit, in addition to those of a step, a save and an upload
 LATENCY_S = 2.0  # the least seconds that a save and an upload take
 UPLOAD_GB_S = 1.5  # the part of GB_S for hashing and sending
 SAVE_GB_S = GB_S - UPLOAD_GB_S
 SLACK = 1.25
-MEASURABLE_BYTES = 50_000_000  # the time of a smaller upload is only latency
+MEASURABLE_BYTES = 50_000_000  # smaller uploads are not measured, because their time is mostly latency
 
 
 class Forecast:
@@ -37,7 +37,7 @@ class Forecast:
     ) -> None:
         self._config = config
         self._phases = config.phases()
-        # with steps as counted in the prepared dataset
+        # the numbers of steps are those of the prepared dataset
         counted = {row.phase: row.steps for row in phases if row.steps is not None}
         self._last = list(itertools.accumulate(counted.get(phase.name, phase.steps) for phase in self._phases))
         self._step_s = {row.phase: row.step_ms / 1000 for row in phases}
@@ -63,7 +63,7 @@ class Forecast:
         return next((index for index, last in enumerate(self._last) if step < last), len(self._phases) - 1)
 
     def done_share(self, step: int) -> float:
-        """The share of the training that is done at `step`, at the bill's pace of each phase."""
+        """The share of the training that is done at `step`, if each phase takes the time in the bill."""
         paces = [self._step_s.get(phase.name, 0.0) for phase in self._phases]
         paces = paces if all(paces) else [1.0] * len(paces)
         spans = list(zip([0, *self._last[:-1]], self._last, paces, strict=True))
@@ -81,7 +81,9 @@ class Forecast:
         return max(1.0, (step_s or 0.0) / predicted_s) if predicted_s else 1.0
 
     def stop_s(self, step: int, step_s: float | None) -> float:
-        """Seconds from the request to the published manifest, at `step`, with `step_s` per step (None: the bill's)."""
+        """Seconds from the request to the published manifest, at `step`, with `step_s` seconds per step (None for the
+        bill's).
+        """
         index = self.phase(step)
         name, size = self._phases[index].name, self._config.sizes().checkpoints[index]
         predicted_s = self._step_s.get(name, 0.0)
@@ -92,19 +94,19 @@ class Forecast:
         return max(known_s, predicted_s + LATENCY_S + self._save_s(size) + self._sent_s(size)) + slower
 
     def end_s(self, step: int, step_s: float | None) -> float:
-        """Seconds that a stop at a limit takes: stop_s, and then the export."""
+        """Seconds that a stop at a limit takes: those of stop_s, and those of the export."""
         export = self._config.sizes().final_if_cut[self.phase(step)]
         save_s = max(export / 1e9 * SAVE_GB_S, self._save_s(export))
         sent_s = max(export / 1e9 * UPLOAD_GB_S, self._sent_s(export))
         stop_s = self.stop_s(step, step_s)
-        # this job gets its whole grace period, and then time for a whole checkpoint
+        # This job gets its whole grace period, and then the time for a complete checkpoint.
         if grace_s := self._config.grace_s:
             stop_s = max(stop_s, grace_s + self.upload_s(self._config.sizes().checkpoints[self.phase(step)]))
         return stop_s + save_s + sent_s
 
     def line_s(self, step: int) -> float:
-        """Seconds between two lines of metrics.jsonl at `step`, at the bill's pace: one line every log.every steps, one
-        per save. During an evaluation the trainer reports its progress.
+        """Seconds between two lines of metrics.jsonl at `step`, with the bill's time per step: there is a line every
+        log.every steps, and one for each save. During an evaluation the trainer reports its progress.
         """
         step_s = self._step_s.get(self._phases[self.phase(step)].name, 0.0)
         return min(self._config.log.every * step_s, self._config.save_interval_s(step_s) + step_s)

@@ -1,9 +1,10 @@
-"""Decides which nodes of a run train together, and when they stop, from the state that each node saw last. The module
-only decides, and there is no coordinator. Every node writes its presence below the run's prefix and reads the others';
-when all are ready the oldest proposes who trains, by creating the next generation's object, which only one node can. A
-generation's first member leads: it publishes, keeps the run's limits, and ends the run. A member that misses another
-member ends its own trainer and is ready again; so does a member that cannot read the store while its ranks make no
-steps. If the store is down for all, no node concludes anything.
+"""Decides which nodes of a run train together, and when they stop, from what this node has last read about the others.
+This module only makes decisions, and there is no coordinator. Every node writes its presence below the run's prefix,
+and reads the presences of the others. When all nodes are ready, the oldest proposes which nodes train: it creates the
+object of the next generation, and only one node can succeed in this. The first member of a generation is its leader: it
+publishes checkpoints, enforces the run's limits, and ends the run. If a member notices that another member is missing,
+it ends its own trainer, and is ready again. So does a member that cannot read the store while its ranks make no steps.
+If no node can reach the store, no node draws conclusions.
 """
 
 from __future__ import annotations
@@ -18,21 +19,25 @@ from gpufleet.job.contract.codes import AttemptExit, TrainerExit
 from gpufleet.job.contract.gang import GangGeneration, Presence
 
 BEAT_S = 5.0  # seconds between two writes of a presence
-WAITING_BEAT_S = 1.0  # the same while a node waits: all nodes are billed until the last has seen the next generation
-LOST_S = 45.0  # so many seconds after its last presence a node is lost, if the ranks make no steps
-# The same once ranks of its generation have failed on another node: then no step is going to show that it lives.
+# seconds between two writes of a waiting node's presence; short, because all nodes are billed until the last one has
+# seen the next generation
+WAITING_BEAT_S = 1.0
+LOST_S = 45.0  # a node is lost this many seconds after its last presence, if the ranks make no steps
+# The same number of seconds, if ranks of the node's generation have failed on another node. It is shorter, because then
+# no further step can show that the node still works.
 FAILED_S = 20.0
-SILENT_S = 600.0  # so many seconds after its last presence a node counts as gone, even if its ranks go on
-# A node is slow if its steps take so many times as long as the others', or if a look at S3 takes it so many seconds. So
-# many of its last steps and looks are compared.
+SILENT_S = 600.0  # this many seconds after its last presence a node is taken to be lost, even if its ranks make steps
+# A node is slow if its steps take this many times as long as those of the others, or if a look at S3 takes this many
+# seconds. The last SLOW_STEPS steps and SLOW_LOOKS looks are compared.
 SLOW, SLOW_LOOK_S, SLOW_STEPS, SLOW_LOOKS = 1.5, 15.0, 20, 5
-# Looks must have succeeded for so many seconds before a node counts as lost: after an outage of S3 every presence is
-# old.
+# Looks must have succeeded for this many seconds before a node is taken to be lost, because after an outage of S3 every
+# presence is old.
 STEADY_S = 15.0
-FENCE_S = 60.0  # a member ends its trainer after so many seconds with neither store nor steps
-PROPOSE_S = 30.0  # the oldest proposes within this time; then any node does
-SPARE_S = 600.0  # a node leaves after the others have trained without it for so many seconds
-# seconds that a block's nodes wait for the others, which boot at the same time and are not replaced
+# a member ends its trainer after this many seconds in which it could not read the store and its ranks made no steps
+FENCE_S = 60.0
+PROPOSE_S = 30.0  # the oldest node has this many seconds to propose a generation; after that any node may
+SPARE_S = 600.0  # a node ends after the others have trained without it for this many seconds
+# Seconds for which a block's nodes wait for the others, which boot at the same time and are not replaced.
 BLOCK_S = 1200.0
 RETRIES = 1  # retries with the same nodes from the same checkpoint
 TOGETHER = (TrainerExit.FINISHED, TrainerExit.STOPPED)  # exit codes with which all ranks end together
@@ -40,25 +45,27 @@ TOGETHER = (TrainerExit.FINISHED, TrainerExit.STOPPED)  # exit codes with which 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sight:
-    """Another node's presence, and the age of that presence by the store's own clock."""
+    """Another node's presence, and its age by the store's own clock."""
 
     presence: Presence
     age_s: float
 
     @property
     def notice_in_s(self) -> float | None:
-        """Seconds until the node goes away, counted from this look, because its clock may differ from the others'."""
+        """Seconds from this look until the node is taken away. A time of day would not do, because the node's clock may
+        differ from the others.
+        """
         return None if self.presence.notice is None else self.presence.notice - self.presence.at - self.age_s
 
     @property
     def is_there(self) -> bool:
-        """Whether the node has neither left nor fallen silent."""
+        """Whether the node has not ended, and its presence is not too old."""
         return self.age_s <= LOST_S and self.presence.state != "gone"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class View:
-    """What a node knows of the others.
+    """What a node knows about the other nodes.
 
     `steady_s`: seconds since looks last failed; `age_s`: seconds since the last look.
     """
@@ -67,19 +74,21 @@ class View:
     others: Mapping[str, Sight] = field(default_factory=dict)
     newest: GangGeneration | None = None
     is_over: bool = False  # whether done.json exists
-    # how often waiting nodes have been told to leave since the newest generation; None if not read yet
+    # How often waiting nodes were told to end since the newest generation; None if this was not read yet.
     let_go: int | None = None
     steady_s: float = 0.0
     age_s: float = 0.0
 
     @property
     def alive(self) -> dict[str, Presence]:
-        """The nodes that are there, this one included."""
+        """The nodes that exist, including this one."""
         there = {name: sight.presence for name, sight in self.others.items() if not self.is_lost(sight)}
         return {**there, self.own.instance: self.own}
 
     def is_lost(self, sight: Sight) -> bool:
-        """Whether the node has left, or has been silent for too long. This is shorter if its generation has failed."""
+        """Whether the node has ended, or its presence is too old. The limit is shorter if ranks of its generation have
+        failed.
+        """
         if not sight.is_there or sight.age_s <= FAILED_S or self.steady_s < STEADY_S:
             return not sight.is_there
         every = [self.own, *(other.presence for other in self.others.values())]
@@ -89,7 +98,7 @@ class View:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Join:
-    """The decision to train as a member of the generation."""
+    """The decision of this node to train as a member of the generation."""
 
     generation: GangGeneration
 
@@ -103,7 +112,7 @@ class Propose:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LetAllGo:
-    """The decision that all waiting nodes leave, so that AWS is asked for all nodes later."""
+    """The decision that all waiting nodes end, so that all nodes are requested from AWS together later."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +125,7 @@ class Leave:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """The decision to wait; `why` is for the log."""
+    """The decision to wait; `why`: the reason, for the log."""
 
     why: str
 
@@ -134,10 +143,10 @@ def next_of(
     gather_s: float,
     origin: CheckpointPlace | None,
 ) -> Action:
-    """What a node does while it is in no generation. `ready_s`: seconds since enough nodes are ready. `spare_s`:
-    seconds that the others have trained without this one. `lacking_s`: seconds since a block has too few nodes.
-    `gather_s`: seconds that the oldest node may still wait for missing nodes. `origin`: the checkpoint from which the
-    next generation begins.
+    """What a node should do while it is in no generation. `ready_s`: seconds since which enough nodes are ready.
+    `spare_s`: seconds for which the others have trained without this node. `lacking_s`: seconds since which a block has
+    too few nodes. `gather_s`: seconds for which the oldest node may still wait for missing nodes. `origin`: the
+    checkpoint from which the next generation begins.
     """
     own, newest = view.own, view.newest
     if newest is not None and newest.number > own.generation and own.instance in newest.members:
@@ -164,7 +173,7 @@ def next_of(
 
 
 def busy_nodes(view: View) -> list[str]:
-    """The other nodes that train or still publish. While there are any, nobody may begin from an older checkpoint."""
+    """The other nodes that train or still publish. While there are any, no node may begin from an older checkpoint."""
     return sorted(
         name for name, presence in view.alive.items() if presence.state == "busy" and name != view.own.instance
     )
@@ -177,7 +186,7 @@ def ready_nodes(view: View) -> list[Presence]:
 
 
 def acts(view: View) -> bool:
-    """Whether a node that is in no generation enforces the run's limits. The oldest node does so if no node trains."""
+    """Whether a node that is in no generation enforces the run's limits. If no node trains, the oldest node does."""
     idle = [presence for presence in view.alive.values() if presence.state != "busy" and presence.notice is None]
     oldest = min(idle, key=lambda presence: (presence.launched_at, presence.instance), default=None)
     return (
@@ -190,9 +199,9 @@ def acts(view: View) -> bool:
 
 
 def timely(places: Iterable[CheckpointPlace], newest: GangGeneration | None) -> list[CheckpointPlace]:
-    """Published checkpoints that the next generation may begin from, in order. A leader that froze may publish a
-    checkpoint after `newest` began without it. Such a checkpoint is skipped, because the log since then does not lead
-    to it.
+    """The published checkpoints from which the next generation may begin, in order. A leader that hung may have
+    published a checkpoint after the generation `newest` had begun without it. Such a checkpoint is skipped, because the
+    log since that time does not belong to it.
     """
     every = sorted(places)
     began = (newest and newest.origin) or CheckpointPlace(-1)
@@ -203,7 +212,7 @@ def timely(places: Iterable[CheckpointPlace], newest: GangGeneration | None) -> 
 
 
 def _proposal(ready: list[Presence], newest: GangGeneration | None, origin: CheckpointPlace | None) -> GangGeneration:
-    """The next generation. Its leader is the node that had rank 0 last. If there is none, the leader is the node whose
+    """The next generation. The generation's leader is the node that last had rank 0; if there is none, the node whose
     address comes first in text order. PyTorch's c10d assigns ranks in the order of host names (torch 2.13,
     elastic/rendezvous/dynamic_rendezvous.py). An EC2 host name has the address in it, as in
     ip-10-0-1-5.us-east-2.compute.internal, so both orders are the same.
@@ -229,14 +238,15 @@ def _proposal(ready: list[Presence], newest: GangGeneration | None, origin: Chec
         and made.leader != newest.leader
         and not any(presence.first_in for presence in others)
     ):
-        return replace(made, tries=newest.tries)  # no node has failed: it was only unknown which node has rank 0
+        # the count stays, because no node has failed; only the node with rank 0 was not known
+        return replace(made, tries=newest.tries)
     return replace(made, tries=newest.tries + 1, is_last=newest.tries >= RETRIES)
 
 
 def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping: bool = False) -> str | None:
-    """Why a member must end its trainer; None if it trains on. `idle_s`: seconds since a step of this node's ranks, or
-    since the ranks began. `stopping`: whether the ranks were asked to end or have done all steps; then a follower need
-    not end well while the leader's ranks save.
+    """Why a member must end its trainer; None if it may go on. `idle_s`: seconds since a step of this node's ranks, or
+    since the ranks began. `stopping`: whether the ranks were asked to end or have done all steps; another member may
+    then end with an error while the leader's ranks save.
     """
     if view.age_s >= FENCE_S:
         return f"no store and no step for {min(view.age_s, idle_s):.0f} s" if idle_s >= FENCE_S else None
@@ -253,7 +263,7 @@ def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping:
         seen = view.others.get(name)
         if seen is not None and seen.presence.state == "gone":
             return f"{name} has left"
-        # All ranks take part in every step: a step of this node's ranks proves that all are alive.
+        # All ranks take part in every step, so a step of this node's ranks proves that all ranks work.
         if seen is None or (not seen.is_there and (idle_s > LOST_S or seen.age_s > SILENT_S)):
             if view.steady_s >= STEADY_S:
                 return f"{name} is lost"
@@ -267,7 +277,7 @@ def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping:
 
 
 def why_slow(view: View, generation: GangGeneration) -> str:
-    """How this node is slow; empty if it is not slow."""
+    """A sentence about how this node is slow; empty if it is not."""
     if view.own.look_s > SLOW_LOOK_S:
         return f"its last {SLOW_LOOKS} looks at S3 have each taken {view.own.look_s:.0f} s or more"
     if late_s := late_each_step_s(view, generation):
@@ -279,7 +289,7 @@ def why_slow(view: View, generation: GangGeneration) -> str:
 
 
 def late_each_step_s(view: View, generation: GangGeneration) -> float:
-    """Seconds for which the others wait for this node in each step; 0 if the wait may be chance."""
+    """Seconds for which the other nodes wait for this node in each step; 0 if this may be chance."""
     others = [view.others[name].presence for name in generation.members if name in view.others]
     known = [presence.own_s for presence in others if presence.generation == generation.number and presence.own_s]
     usual_s = median(known) if known else math.inf
@@ -287,13 +297,15 @@ def late_each_step_s(view: View, generation: GangGeneration) -> float:
 
 
 def notice_in_s(view: View, generation: GangGeneration) -> float | None:
-    """Seconds until the first other member that has a notice goes away; None if no member has one."""
+    """Seconds until the first of the other members that have a notice is taken away; None if no member has one."""
     notices = [view.others[name].notice_in_s for name in generation.members if name in view.others]
     return min((seconds - view.age_s for seconds in notices if seconds is not None), default=None)
 
 
 def fatal(view: View, generation: GangGeneration) -> str | None:
-    """The words in which a member of the generation reported an error that every node would meet; None if none did."""
+    """The message of a member of the generation about an error that would occur on every node; None if there is
+    none.
+    """
     for name in generation.members:
         seen = view.others.get(name)
         if seen and seen.presence.generation == generation.number and seen.presence.ended == TrainerExit.FATAL:

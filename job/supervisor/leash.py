@@ -1,9 +1,10 @@
-"""Starts a Python module that dies with its parent: `python -m gpufleet.job.supervisor.leash PARENT -m MODULE ARG...`.
+"""Starts a Python module in a process that dies with its parent: `python -m gpufleet.job.supervisor.leash PARENT -m
+MODULE ARG...`.
 
 The trainer is in a process group of its own, so it would survive a SIGKILL of the supervisor; and torchrun gives each
-rank its own session, which a kill of the group does not reach. So torchrun runs on a leash, and each rank runs on a
-leash held by torchrun: PARENT `-` means the process that the earlier leash became, or the shell with which a container
-begins. This works only on Linux; elsewhere the module just starts.
+rank its own session, which a kill of the group does not reach. So torchrun is started in this way, and so is each rank,
+with torchrun as its parent. A PARENT of `-` means the process that was started in this way before, or the shell with
+which a container begins. This works only on Linux; on other systems the module just starts.
 """
 
 from __future__ import annotations

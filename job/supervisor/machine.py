@@ -27,7 +27,7 @@ class DriverGpu:
 
 
 def gpus() -> tuple[DriverGpu, ...]:
-    """All GPUs of this machine; none without a working driver."""
+    """All GPUs of this machine; empty if there is no working driver."""
     return parse(ask(QUERY))
 
 

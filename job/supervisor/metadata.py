@@ -1,8 +1,8 @@
 """Asks the instance metadata service whether EC2 is about to take this machine away.
 
 EC2 sends no signal into a container, so this must be polled. An answer that is late, missing or malformed changes
-nothing: such an answer neither stops the watch nor counts as a notice. A well-formed notice with an impossible time is
-not believed: like a rebalance recommendation, this notice only asks for an extra checkpoint.
+nothing: it does not end the watch, and is not taken for a notice. A well-formed notice with an impossible time is not
+believed. Like a rebalance recommendation, it only leads to an extra checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from gpufleet.job.contract.reading import epoch
 DEFAULT_BASE = "http://169.254.169.254"
 TOKEN_S = 21600  # the time to live that AWS's own samples ask for (EC2 User Guide, spot instance termination notices)
 TOKEN_MARGIN_S = 60.0
-POLL_S = 1.5  # with the two timeouts below, a notice is seen within 5 s even if a new token is needed
+# seconds between two polls; with the two timeouts below, a notice is seen within 5 s even if a new token is needed
+POLL_S = 1.5
 TIMEOUT_S = 1.5
 MAX_BYTES = 65536
 PAST_S, AHEAD_S = 600.0, 900.0  # a notice comes 120 s ahead; a time outside this window is not a notice
@@ -29,7 +30,8 @@ ACTIONS = ("terminate", "stop", "hibernate")
 NOTICE_PATH = f"/latest/{aws.NOTICE_PATH}"
 REBALANCE_PATH = "/latest/meta-data/events/recommendations/rebalance"
 
-Fetch = Callable[[str, str, dict[str, str]], tuple[int, bytes]]  # method, path, headers -> status, body; or OSError
+# a function from method, path and headers to status and body; may raise OSError
+Fetch = Callable[[str, str, dict[str, str]], tuple[int, bytes]]
 
 
 class Metadata:
@@ -37,7 +39,7 @@ class Metadata:
 
     def __init__(self, *, fetch: Fetch, clock: Callable[[], float], say: Callable[[str], None]) -> None:
         self.notice: float | None = None  # the time at which EC2 ends the machine (epoch seconds); once known, it stays
-        self.save_wanted: str | None = None  # changes with each new recommendation or doubted notice
+        self.save_wanted: str | None = None  # a text that changes with each new recommendation or doubtful notice
         self._fetch, self._clock, self._say = fetch, clock, say
         self._token: str | None = None
         self._token_until = 0.0
@@ -60,7 +62,7 @@ class Metadata:
             complaint = f"metadata: {type(error).__name__}: {error}"
         if complaint and complaint != self._complaint:  # a failure is reported once, not at every poll
             self._say(complaint)
-        if complaint or self._turn % 2:  # all answers of this turn were good
+        if complaint or self._turn % 2:  # True if all answers of this turn were good
             self._complaint = complaint
 
     def _take_notice(self, body: bytes | None) -> None:
@@ -116,7 +118,7 @@ class Metadata:
 
 
 class MetadataThread:
-    """Polls in a thread of its own, so that a slow answer delays nothing."""
+    """Polls in a separate thread, so that a slow answer does not delay other work."""
 
     def __init__(self, metadata: Metadata, interval_s: float = POLL_S) -> None:
         self.metadata = metadata
@@ -174,7 +176,7 @@ def _cut(sock: socket.socket) -> None:
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
-        return  # the thread is closed already
+        return  # the thread is already closed
 
 
 def _object(body: bytes) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """The dollar meter: it computes an upper bound of the run's cost so far, and the time at which the run must stop.
-
-Compute is billed per second at the hour's price, at least 60 s per start; disks and the address per second; the bill's
-amounts for S3, logs and transfer once. An instance-hour's price is AWS's spot price at its start. Until AWS gives that
-price, the highest possible spot price counts, and the log says for how long. A free first hour is not deducted, because
-it is known only afterwards.
+Compute is charged per second at the price of the hour, for at least 60 s per start; disks and the address are charged
+per second; the bill's amounts for S3, logs and transfer are charged once. The price of an instance-hour is AWS's spot
+price at its start. Until AWS gives this price, the highest possible spot price is used, and the log says for how long.
+A free first hour is not deducted, because it is known only afterwards.
 """
 
 from __future__ import annotations
@@ -32,12 +31,15 @@ class Spending:
     attempt_usd: Decimal
     attempt_s: Decimal
     compute_usd: Decimal
-    usd_per_hour: Decimal  # compute, in the current hour
-    ceiling_s: Decimal  # seconds of this attempt at the highest possible price, because AWS gave no spot price
+    usd_per_hour: Decimal  # the price of compute in the current hour
+    # seconds of this attempt that are charged at the highest possible price, because AWS gave no spot price
+    ceiling_s: Decimal
 
 
 class Meter:
-    """Counts the cost since launch. `refresh` and `news` ask AWS, which may take seconds; the rest is arithmetic."""
+    """Computes the cost since launch. `refresh` and `news` ask AWS, which may take seconds; the other methods only
+    compute.
+    """
 
     def __init__(
         self,
@@ -53,8 +55,8 @@ class Meter:
         self.rates, self._peers = rates, nodes - 1
         self.launched_at = launched_at
         self.fixed_usd = fixed_usd
-        # USD and seconds of the run's other nodes, and the time of reading; the pulse's thread replaces the whole
-        # tuple.
+        # USD and seconds of the run's other nodes, and the time at which they were read. The thread of the heartbeat
+        # replaces the whole tuple.
         self._others: tuple[Decimal, Decimal, float | None] = (*others, None)
         self._spot_price = spot_price
         self._prices: dict[int, Decimal] = {}
@@ -62,7 +64,7 @@ class Meter:
         self._at_ceiling = False
 
     def count(self, others: tuple[Decimal, Decimal], now: float) -> None:
-        """Takes the cost of the run's other nodes, as just read, into the count."""
+        """Notes the cost of the run's other nodes, which was read a moment ago."""
         self._others = (*others, now)
 
     def _most_of_peers(self, seconds: float) -> tuple[Decimal, Decimal]:
@@ -71,7 +73,9 @@ class Meter:
         return hours(total) * (self.rates.ceiling + self.rates.extras), total
 
     def _others_spent(self, now: float) -> tuple[Decimal, Decimal]:
-        """The spending of the other nodes. While the store is down, they count as running, and training continues."""
+        """The spending of the other nodes. While the store cannot be reached, they are taken to be running, and
+        training continues.
+        """
         usd, seconds, read_at = self._others
         more, more_s = self._most_of_peers(max(0.0, now - read_at - GONE_S) if read_at is not None else 0.0)
         return usd + more.quantize(CENT_100), seconds + more_s
@@ -89,7 +93,9 @@ class Meter:
                 self._prices[hour] = price
 
     def news(self, now: float) -> str | None:
-        """Refreshes the prices; returns a line for the log if a price has become known, or its ceiling replaces it."""
+        """Refreshes the prices; returns a line for the log when a price becomes known, or when the highest possible
+        price has to be used.
+        """
         self.refresh(now)
         spent = self.spent(now)
         was, self._at_ceiling = self._at_ceiling, spent.ceiling_s > 0
@@ -97,11 +103,13 @@ class Meter:
             return None
         price = f"${spent.usd_per_hour} an hour"
         if self._at_ceiling:
-            return f"AWS gives no spot price: until it does, compute counts at the highest possible one, {price}"
-        return f"AWS gives the spot price, {price}: it counts from the launch on"
+            return f"AWS gives no spot price: until it does, compute is charged at the highest possible price, {price}"
+        return f"AWS gives the spot price, {price}, which replaces the highest possible price since the launch"
 
     def spent(self, now: float, others_until: float | None = None) -> Spending:
-        """The cost up to `now`, to 0.0001 USD; with `others_until`, also what other nodes spend up to then."""
+        """The cost up to `now`, to 0.0001 USD; if `others_until` is given, also what other nodes spend up to
+        this time.
+        """
         seconds = max(Decimal(f"{now - self.launched_at:.3f}"), MINIMUM_S)
         others_usd, others_s = self._others_spent(now if others_until is None else others_until)
         compute, ceiling_s, left_s, hour = Decimal(0), Decimal(0), seconds, 0
@@ -126,11 +134,11 @@ class Meter:
         """The limit that would be passed in another `reserve_s`: max_usd, max_hours, deadline, expiry or None."""
         then = now + reserve_s
         spent = self.spent(then, others_until=now)
-        more, more_s = self._most_of_peers(reserve_s)  # `spent` has the cost of the other nodes up to now
+        more, more_s = self._most_of_peers(reserve_s)  # the cost of the other nodes up to now is already in `spent`
         return passed_limit(limits, spent.usd + more, spent.seconds + more_s, then)
 
     def left_s(self, now: float, limits: RunLimits, most_s: float) -> float:
-        """Seconds until the first limit, at most `most_s`; 0 if a limit is passed."""
+        """Seconds until the first limit, but at most `most_s`; 0 if a limit is already passed."""
         left_s, more = 0.0, most_s
         while more >= 1.0:  # by bisection: each hour may have its own price
             more /= 2
@@ -142,7 +150,9 @@ class Meter:
 def spot_history(
     instance_type: str, zone: str, client: Any = None, say: Callable[[str], None] = lambda text: None
 ) -> SpotPrice:
-    """Looks up prices by DescribeSpotPriceHistory. None if AWS does not answer as it should; `say` gets the reason."""
+    """Looks up prices by DescribeSpotPriceHistory. None if AWS gives no usable answer; `say` is called with the
+    reason.
+    """
     failing = False
 
     def ask(at: float) -> Decimal | None:

@@ -1,4 +1,6 @@
-"""Writes a node's presence below the run's prefix, and reads the other nodes'. gang.py decides what follows."""
+"""Writes a node's presence below the run's prefix, and reads the presences of the other nodes. gang.py makes decisions
+from them.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,24 @@ T = TypeVar("T")
 
 
 class Lookout:
-    """One node's view of the others. `look` asks the store in a thread; the other methods use what it saw."""
+    """What one node knows about the others. `look` asks the store in a thread; the other methods use its result."""
 
     def __init__(self, store: Store, own: Presence, clock: Callable[[], float], say: Callable[[str], None]) -> None:
         self._store, self._clock, self._say = store, clock, say
         self._own, self._seen = own, View(own=own)
         self._reached_at, self._steady_since = clock(), clock()
-        self._bodies: dict[str, tuple[str, float, bytes]] = {}  # by key: etag, time and bytes of the object as read
+        # for each key the etag, the time and the bytes of the object that was read
+        self._bodies: dict[str, tuple[str, float, bytes]] = {}
         self._lock, self._looking = threading.Lock(), threading.Lock()
-        # set if the other nodes must get news of this node before the next regular write
+        # Set if the other nodes must get news of this node before the next regular write.
         self.changed = threading.Event()
         self._complaint, self._has_left = "", False
         self._took: deque[float] = deque(maxlen=SLOW_LOOKS)  # seconds that the last looks took
 
     def tell(self, **news: Any) -> None:
-        """Changes what this node reports about itself: at once in `view`, to other nodes with the next look."""
+        """Changes what this node reports about itself. `view` shows it at once, and other nodes can read it after the
+        next look.
+        """
         with self._lock:
             changed = replace(self._own, **news)
             if changed != self._own:
@@ -54,16 +59,15 @@ class Lookout:
 
     @property
     def view(self) -> View:
-        """The newest look, with ages as of now."""
+        """The result of the newest look, with the present ages."""
         now = self._clock()
         return replace(
             self._seen, own=self._own, age_s=now - self._reached_at, steady_s=self._reached_at - self._steady_since
         )
 
     def leave(self) -> None:
-        """Tells the others that this node is gone.
-
-        It never raises: a node that misses the message notices by itself.
+        """Tells the other nodes that this node has ended. Raises no errors, because a node that does not get the
+        message will notice it anyway.
         """
         self.tell(state="gone")
         with self._looking, suppress(StoreError):
@@ -71,7 +75,9 @@ class Lookout:
             self._send(self._own)
 
     def look(self) -> None:
-        """Sends this node's presence, and reads the others'. It never raises: an outage of the store is logged once."""
+        """Sends this node's presence, and reads the others'. Raises no errors: an outage of the store is only logged,
+        and only once.
+        """
         self.changed.clear()
         began = self._clock()
         with self._looking:  # an older presence must not replace a newer one
@@ -92,11 +98,13 @@ class Lookout:
             self._complaint = ""
             self._seen, self._reached_at = seen, self._clock()
             self._took.append(self._reached_at - began)
-            with self._lock:  # the next look sends the presence
+            with self._lock:  # so that the next look sends the presence
                 self._own = replace(self._own, look_s=round(min(self._took)) if len(self._took) == SLOW_LOOKS else 0.0)
 
     def propose(self, generation: GangGeneration) -> None:
-        """Creates the generation's object, unless another node has. The next look reads it. Never raises."""
+        """Creates the generation's object, unless another node has created it. The next look reads it. Raises no
+        errors.
+        """
         content = json.dumps(generation.to_json(), sort_keys=True).encode()
         try:
             create(self._store, content, bucket.generation_key(generation.number))
@@ -105,7 +113,9 @@ class Lookout:
         self.look()
 
     def let_go(self) -> None:
-        """Tells all waiting nodes to leave, unless another node has. The next look reads it. Never raises."""
+        """Tells all waiting nodes to end, unless another node has done so. The next look reads the message. Raises no
+        errors.
+        """
         number, count = self._seen.newest.number if self._seen.newest else 0, (self._seen.let_go or 0) + 1
         try:
             create(self._store, json.dumps({"by": self._own.instance}).encode(), bucket.let_go_key(number, count))
@@ -141,7 +151,7 @@ class Lookout:
         )
 
     def _object(self, entry: Entry, kind: Callable[[dict[str, Any]], T]) -> T | None:
-        """The object of `entry`; None if the object is gone or damaged."""
+        """The object of `entry`; None if it does not exist any more or is damaged."""
         etag, at, content = self._bodies.get(entry.key, ("", 0.0, b""))
         if (etag, at) != (entry.etag, entry.at):
             content = self._store.get_bytes(entry.key) or b""
@@ -153,7 +163,7 @@ class Lookout:
 
 
 class LookoutThread:
-    """Looks regularly, and at once after news, until the block ends."""
+    """A thread that looks regularly, and at once if there is news to send. The thread ends with the `with` block."""
 
     def __init__(self, watch: Lookout) -> None:
         self._watch, self._ended = watch, threading.Event()
@@ -181,15 +191,16 @@ def newest_generation(store: Store) -> int:
 
 
 class ConditionalStore:
-    """The run's store for one of several nodes. A leader that froze and wakes up overwrites nothing: an object of the
-    leader (metrics, outputs, the run's end) replaces only the object that existed when the leader certainly led, else
-    the put fails. Objects that only one node writes need no condition, nor do the files of a generation's checkpoints.
-    A manifest that still arrives too late is skipped (gang.timely), or set aside if its files are gone.
+    """The run's store for one of several nodes. With it, a leader that hung and goes on later overwrites nothing.
+    Objects of the leader (metrics, outputs, the run's end) replace only the object that existed when the leader was
+    certainly still the leader; otherwise the put fails. Objects that only one node writes, and the files of a
+    generation's checkpoints, need no such condition. A manifest that arrives too late in spite of this is skipped
+    (gang.timely), or set aside if its files do not exist any more.
     """
 
     def __init__(self, inner: Store) -> None:
         self._inner, self.uri = inner, inner.uri
-        self.generation = 0  # the generation that this node leads, or led last
+        self.generation = 0  # the generation whose leader this node is, or was last
 
     def put_bytes(self, content: bytes, key: str, over: str = ANY) -> None:
         """Raises TakenError, SupersededError."""
@@ -202,7 +213,8 @@ class ConditionalStore:
         if bucket.has_one_writer(key):
             return over
         etag = next((entry.etag for entry in self._inner.entries(key) if entry.key == key), ABSENT)
-        # leadership is checked after this read, so that whatever a later leader puts has another etag
+        # Whether this node still leads is checked after this read. So every object of a later leader has a different
+        # etag.
         if (newest := newest_generation(self._inner)) > self.generation:
             raise SupersededError(f"{key} was not written: generation {newest} has taken over")
         return etag if over == ANY else over

@@ -1,17 +1,17 @@
-"""Uploads checkpoints: files in parallel, sizes checked, the manifest last. Then comes best.json, then pruning.
+"""Uploads checkpoints: first the files, in parallel and with a check of their sizes, and the manifest last. Then it
+writes best.json, and removes old checkpoints.
 
 A checkpoint without a manifest does not exist, so a crash in this module leaves the last published one valid. No object
-of a published checkpoint is overwritten or deleted for another of the same step, which goes into its own folder
-(bucket.CheckpointPlace). The best, the last and the last but one are kept, in the store and on the disk; older ones are
-removed only after the newer manifest.
+of a published checkpoint is overwritten or deleted for another checkpoint of the same step, because that one gets its
+own folder (bucket.CheckpointPlace). The best, the last and the last but one are kept, in the store and on the disk;
+older ones are removed only after the newer manifest.
 
-If each of several nodes writes a part of a checkpoint, each sends its part, and then the list of its files. The
-leader's manifest waits for the lists of all nodes and includes them: a checkpoint that lacks a part does not exist
-either.
-
-The module also sends finished results of stages: <workdir>/stages/*.jsonl, mirrored to <run>/stages/. A stage appends
-one JSON object per line and never changes a line, so a line that is in the store is work that no later attempt repeats.
-S3 cannot append: a file that grew is sent again as a whole, up to its last whole line.
+If each of several nodes writes a part of a checkpoint, each uploads its part, and then the list of its files. The
+leader waits for the lists of all nodes before it writes the manifest, which includes them. So a checkpoint without one
+of its parts does not exist either. The module also uploads finished results of phases after training:
+<workdir>/stages/*.jsonl, copied to <run>/stages/. Such a phase appends one JSON object per line and never changes a
+line, so the work behind a line in the store is not repeated by a later attempt. S3 cannot append: a file that has grown
+is sent again from its beginning to its last complete line.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def commits(workdir: Path) -> list[Commit]:
 
 @contextmanager
 def upload_mark(folder: Path) -> Iterator[None]:
-    """Marks a checkpoint as being uploaded, so that the trainer, which prunes at the same time, leaves that folder
-    alone. Without the mark an upload slower than two saves would lose its files each time, and no checkpoint would ever
-    be published.
+    """Marks a checkpoint as being uploaded, so that the trainer, which removes old checkpoints at the same time, does
+    not remove it. Without the mark, an upload that takes longer than two saves would always lose its files, and no
+    checkpoint would ever be published.
     """
     mark = folder / HELD
     try:
@@ -70,7 +70,7 @@ def upload_mark(folder: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise StoreError(f"{folder.name} was pruned meanwhile") from None
     except OSError:
-        pass  # the disk is too full for a mark: go on without one
+        pass  # the disk is too full for a mark, so the upload goes on without it
     try:
         yield
     finally:
@@ -79,7 +79,7 @@ def upload_mark(folder: Path) -> Iterator[None]:
 
 
 class Mirror:
-    """Mirrors the stages' files, one mirror per attempt: `restore` first, then `send`."""
+    """Copies the files stages/*.jsonl to the store, for one attempt. Call `restore` first, and then `send`."""
 
     def __init__(self, store: Store, workdir: Path) -> None:
         self._store, self._folder = store, workdir / STAGES
@@ -88,7 +88,9 @@ class Mirror:
         self.added = 0  # lines that this attempt has added to the store
 
     def restore(self) -> int:
-        """Replaces <workdir>/stages by the files of earlier attempts; the number of lines. Raises StoreError."""
+        """Replaces <workdir>/stages by the files of earlier attempts; returns the number of lines. Raises
+        StoreError.
+        """
         lines = 0
         with self._sending:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -103,8 +105,8 @@ class Mirror:
         return lines
 
     def send(self) -> None:
-        """Sends every file that grew since the last call. Any thread may call this: an older reading never replaces a
-        newer one. Raises StoreError, also if a file cannot be read; the caller tries again.
+        """Sends every file that grew since the last call. This may be called from any thread: older content never
+        replaces newer content. Raises StoreError, also if a file cannot be read; the caller tries again.
         """
         with self._sending:
             for path in sorted(self._folder.glob("*.jsonl")):
@@ -126,7 +128,7 @@ def whole_lines(content: bytes) -> bytes:
 
 
 class LackingError(StoreError):
-    """A checkpoint lacks nothing but the parts of the named nodes."""
+    """Only the parts of the named nodes are missing for a checkpoint."""
 
     def __init__(self, step: int, nodes: Iterable[int]) -> None:
         self.nodes = tuple(nodes)
@@ -134,8 +136,9 @@ class LackingError(StoreError):
 
 
 PARALLEL = 8
-FREE_FACTOR = 1.2  # free disk space that a save needs, as a factor on its predicted size
-MOST_SCALARS = 1024**3  # most bytes of a TensorBoard file: a file that has grown is sent again as a whole
+FREE_FACTOR = 1.2  # free disk space that a save needs, as a multiple of its predicted size
+# larger TensorBoard files are not sent, because a file that has grown is sent again from its beginning
+MOST_SCALARS = 1024**3
 
 
 class Publisher:
@@ -145,45 +148,47 @@ class Publisher:
         self, *, run: str, store: Store, workdir: Path, published: Callable[[], Published], say: Callable[[str], None]
     ) -> None:
         self.newest = CheckpointPlace(-1)  # the highest step in the store that this attempt published or resumed from
-        # With several nodes: this node's generation, its rank there, and how many nodes leave parts.
+        # If there are several nodes: this node's generation, its rank in it, and the number of nodes that write parts.
         self.generation, self.node, self.parts = 0, 0, 1
-        # the step of the newest commit to send, while parts of another one are waited for
+        # The step of the newest commit that is to be sent, while the publisher waits for parts of another one.
         self.newest_wanted: int | None = None
         self.measured: tuple[int, float] | None = None  # bytes and seconds of the last publication
         self._store, self._workdir, self._say = store, workdir, say
         self._run, self._published, self._own = run, published, ForeignFolder(workdir)
         self._best: Best | None = None
-        self._told: tuple[Any, ...] = ()  # the changeable fields of the newest manifest
+        self._told: tuple[Any, ...] = ()  # the fields of the newest manifest that may change
         self._given_up: set[int] = set()
         self._sent: dict[str, int] = {}  # the time of writing of each export that was sent
         self._scalars: dict[str, int] = {}  # the bytes that were sent of each TensorBoard file
-        self._place = CheckpointPlace(-1)  # the place of the commit being sent, or sent last
-        # files of that commit that were sent: time of writing and sha256
+        self._place = CheckpointPlace(-1)  # the place of the commit that is being sent, or was sent last
+        # The files of that commit that were sent: their time of writing and sha256.
         self._arrived: dict[str, tuple[int, str]] = {}
-        # the time at which the sending of these files began; None if a try has failed since
+        # The time at which the sending of these files began; None if a try has failed since then.
         self._began: float | None = None
         self._cancel = threading.Event()
         self.stages = Mirror(store, workdir)
         self._reading = threading.Lock()
 
     def resumed(self, manifest: Manifest | None) -> None:
-        """Takes this manifest as the store's newest good checkpoint. A best checkpoint of a later step, or one that is
-        gone, no longer counts. None: training begins from nothing.
+        """Notes that this manifest is that of the store's newest good checkpoint; None if training begins without a
+        checkpoint. A best checkpoint of a later step, or one that does not exist any more, is forgotten.
         """
         self.newest = self._place = CheckpointPlace(-1) if manifest is None else manifest.place
         self._told = () if manifest is None else manifest.commit.changing
         self._given_up, self._arrived, self._best = set(), {}, None
         if self.node or manifest is None:
             return
-        self._arrived = self._staged(manifest)  # if only the checkpoint's evaluation is new, no file is sent again
+        # so that no file is sent again if only the checkpoint's evaluation is new
+        self._arrived = self._staged(manifest)
         best = Best.from_bytes(self._store.get_bytes(BEST))
         there = best is not None and best.place <= self.newest and self._store.size(best.place.manifest) is not None
         self._best = best if there else None
-        self._offer(manifest.commit, manifest.place)  # a node may end between two writes
+        # written again, because the earlier node may have ended between the manifest and best.json
+        self._offer(manifest.commit, manifest.place)
 
     def forget_best(self, manifest: Manifest) -> None:
-        """Forgets a best checkpoint that is lost. Of the trainer's checkpoints, those from the resumed `manifest` on
-        may become the best again.
+        """Forgets a best checkpoint that is lost. After that, checkpoints of the trainer that are not older than the
+        resumed `manifest` may become the best.
         """
         self._best = None
         self._offer(manifest.commit, manifest.place)
@@ -195,8 +200,9 @@ class Publisher:
         self._place, self._arrived = CheckpointPlace(-1), {}
 
     def pending(self) -> list[Commit]:
-        """Commits to publish, lowest step first. Of commits by time only the newest counts. The newest published commit
-        is listed again if its evaluation was added later, or the run resumes from it once more.
+        """The commits that are to be published, lowest step first. Of the commits that were made only because of the
+        time, only the newest is included. The newest published commit is included again if its evaluation was added
+        later, or if the run has resumed from it again.
         """
         most = self.newest_wanted
         waiting = [
@@ -213,11 +219,11 @@ class Publisher:
         ]
 
     def give_up(self, commit: Commit) -> None:
-        """Never tries this commit again."""
+        """Notes that this commit must not be tried again."""
         self._given_up.add(commit.step)
 
     def cancel(self) -> None:
-        """Makes a publication under way raise GivenUpError soon. The next one starts afresh."""
+        """Makes a running publication raise GivenUpError soon. The next publication starts from the beginning."""
         self._cancel.set()
         self._store.cancel()
 
@@ -247,7 +253,7 @@ class Publisher:
             self._say(f"node {self.node} has sent its part of step {commit.step}, {commit.bytes / 1e6:.1f} MB")
             return
         parts = self._read_parts()
-        self.stages.send()  # a later phase's checkpoint relies on the stages' lines
+        self.stages.send()  # sent first, because the checkpoint of a later phase needs the lines in stages/
         try:
             self.metrics(patience_s=5.0)
         except OSError as error:  # every heartbeat sends the log again; the checkpoint must not wait for the log
@@ -280,7 +286,8 @@ class Publisher:
         paths = {name: self._path(commit) / name for name, _ in commit.files}
         written = {name: self._own.stat(path).st_mtime_ns for name, path in paths.items()}
         there = {entry.key for entry in self._store.entries(CheckpointPlace(commit.step).prefix)}
-        # If two nodes overlap, the other node may have removed files that looked like a torn upload.
+        # If two nodes exist at the same time, the other one may have removed files that looked like an incomplete
+        # upload.
         self._arrived = {
             name: arrival
             for name, arrival in self._arrived.items()
@@ -291,7 +298,7 @@ class Publisher:
             self._place, self._arrived = self._new_place(commit.step, there), {}
         if len(self._arrived) < len(paths):
             self._began = None if self._arrived else time.monotonic()
-        with ThreadPoolExecutor(2 * PARALLEL) as pool:  # some files are hashed while other files are sent
+        with ThreadPoolExecutor(2 * PARALLEL) as pool:  # so that some files are hashed while others are sent
             waiting = [
                 (name, pool.submit(self._hash, path), pool.submit(self._send, path, self._key(name)))
                 for name, path in paths.items()
@@ -329,8 +336,9 @@ class Publisher:
         return {file.name: (path.stat().st_mtime_ns, file.sha256) for file, path in paths.items() if path.is_file()}
 
     def prune(self) -> None:
-        """Removes checkpoints except the best, the last and the last but one, and the remains of torn uploads or saves
-        below the last. It leaves files of a later generation, and a follower removes nothing.
+        """Removes checkpoints except the best, the last and the last but one, and what is left of incomplete uploads or
+        saves before the last. Files of a later generation are not removed, and a node that is not the leader removes
+        nothing.
         """
         if self.node:
             self._prune_disk({commit.step for commit in commits(self._workdir)[-2:]})
@@ -350,8 +358,8 @@ class Publisher:
             self._prune_disk({place.step for place in self._needed()})
 
     def metrics(self, patience_s: float = -1) -> None:
-        """Sends the stages' new lines, and metrics.jsonl as it is now, up to its last whole line. If another thread is
-        still sending after `patience_s`, this thread returns; -1 waits.
+        """Sends the new lines in stages/, and the present metrics.jsonl up to its last complete line. If another thread
+        is still sending after `patience_s` seconds, the method returns without sending; -1 means to wait for ever.
         """
         self.stages.send()
         if not self._reading.acquire(timeout=patience_s):
@@ -370,7 +378,7 @@ class Publisher:
             self._reading.release()
 
     def exported(self) -> list[Path]:
-        """Files of complete exports (meta.json is written last) that the store lacks, or has in an older version."""
+        """Files of complete exports (meta.json is written last) that are missing in the store, or are older there."""
         folders = [meta.parent for meta in sorted((self._workdir / EXPORTS).glob("*/meta.json"))]
         return [path for folder in folders for path in _files(folder) if not self._is_sent(path)]
 
@@ -394,7 +402,7 @@ class Publisher:
         self.metrics()
 
     def _hand_on(self) -> None:
-        """Lists the outputs of a stage, so that later stages, which begin only after it, can verify them."""
+        """Writes the list of a stage's outputs, so that later stages, which begin only after it, can verify them."""
         folder = self._workdir / FINAL
         files = [
             {"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": self._hash(path)}
@@ -403,7 +411,9 @@ class Publisher:
         self._store.put_bytes(atomic.json_bytes({"schema": 1, "files": files}), f"{FINAL}/{HANDED_ON}")
 
     def _require(self, names: Iterable[str]) -> list[tuple[str, int]]:
-        """Sends the exports that a checkpoint relies on, unless an earlier attempt did; returns names and sizes."""
+        """Sends the exports that a checkpoint needs, unless an earlier attempt has sent them; returns names and
+        sizes.
+        """
         sizes = []
         for name in names:
             prefix = name.rstrip("/")
@@ -416,7 +426,9 @@ class Publisher:
         return sizes
 
     def _export(self, path: Path) -> None:
-        """Sends a file once, and again after a change, whatever an earlier attempt put under the file's key."""
+        """Sends a file once, and again after it has changed, even if an earlier attempt has put an object with the
+        file's key.
+        """
         if not self._is_sent(path):
             key, written = path.relative_to(self._workdir).as_posix(), self._own.stat(path).st_mtime_ns
             self._send(path, key)
@@ -447,7 +459,7 @@ class Publisher:
         name = path.name
         try:
             size = own.stat(path).st_size
-        except OSError:  # the file was removed meanwhile, or is a link to elsewhere
+        except OSError:  # the file was removed meanwhile, or is a link that leads out of the folder
             return
         if size == self._scalars.get(name) or refusal(name):
             return
@@ -463,7 +475,9 @@ class Publisher:
             raise GivenUpError("publication given up")
 
     def _improves(self, commit: Commit) -> bool:
-        """Whether the commit is better than the best of its phase, or of a later phase than the best."""
+        """Whether the commit is better than the best one of its phase, or belongs to a later phase than the
+        best one.
+        """
         best = self._best
         if commit.val_loss is None or best is None or best.val_loss is None:
             return commit.val_loss is not None

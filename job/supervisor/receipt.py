@@ -1,10 +1,10 @@
 """Makes the receipt: the run's cost, line by line next to its bill, and why cost and bill differ.
 
-Actual cost is metered time at the hours' prices, and the objects in the run's prefix at its end: stored as long as the
-bill says, downloaded once, the logs sent once. Requests are taken from the bill, because AWS reports them only a day
-later. A first hour that AWS interrupted has no compute charge; the receipt deducts that charge and says so. If the
-owner ended the node, by a change of the fleet, the hour is charged; the hour also counts if nobody knows who ended the
-node.
+The actual cost is the metered time at the prices of the hours, and the cost of the objects in the run's prefix at its
+end, which are stored as long as the bill says and downloaded once; the logs are sent once. The cost of requests is
+taken from the bill, because AWS reports it only a day later. A first hour that AWS interrupted has no compute charge;
+the receipt deducts that charge and says so. If the owner ended the node by a change of the fleet, the hour is charged.
+The hour is also charged if it is unknown who ended the node.
 
 Causes, which add up to the difference exactly: *price*: the hours used, at another price than estimated;
 *interruptions*: restarts, repeated steps, idling because of AWS and the minimum charge of each start, minus the free
@@ -36,7 +36,7 @@ from gpufleet.job.contract.workdir import LOG, METRICS
 from gpufleet.job.kind import batch
 
 GB, MONTH_H = Decimal(10**9), 730  # hours in a month, as in the bill
-UNKEPT_DAYS = 1  # days for which a bucket exists that is deleted with its stack
+UNKEPT_DAYS = 1  # the assumed number of days for which a bucket exists that is deleted with its stack
 
 
 def build(
@@ -49,8 +49,8 @@ def build(
     results: goal.Results = lambda name: None,
 ) -> Receipt:
     """The content of receipt.json. `attempts`: the oldest first; the last one ends the run. `done`: how the run ended,
-    and until when costs count. `objects`: bytes of the run's objects by key; None if unknown. `measurement`: the result
-    of `measure`. `results` gives the figures for which there are goals.
+    and the time until which costs are included. `objects`: bytes of the run's objects by key; None if unknown.
+    `measurement`: the result of `measure`. `results` returns the values for which there are goals.
     """
     estimate, lines = run.estimate, _lines(run, attempts, objects)
     actual = _total(line.actual for line in lines)
@@ -91,7 +91,7 @@ def _elapsed(attempts: Sequence[Attempt], done: Done) -> Decimal:
 
 
 def _did_all(run: RunFile, done: Done) -> bool:
-    """Whether the run did its work. Work without a declared end is done when a limit ends it."""
+    """Whether the run did its work. Work without a declared length is done when a limit ends it."""
     return done.reason == FINISHED or (batch.is_endless(run.config) and done.reason in LIMITS)
 
 
@@ -99,7 +99,7 @@ def measure(
     run: RunFile, attempts: Sequence[Attempt], workdir: Path, node: AttemptRecord, *, at: str
 ) -> dict[str, Any] | None:
     """The run's own speed, from `attempts` and the work folder. `node`: the record of the node that ends the run. None
-    if metrics.jsonl has no figures, or the attempts ran on more than one type of node.
+    if metrics.jsonl has no times, or if the attempts ran on more than one type of node.
     """
     try:
         lines = (workdir / METRICS).read_bytes()
@@ -110,7 +110,7 @@ def measure(
         return None
     started = [float(attempt.record.started_s) for attempt in attempts if attempt.record.started_s is not None]
     machine = node.machine or Hardware()
-    # A command's packages are in its image, which this process cannot see.
+    # The packages of a user's command are in its image, which this process cannot see.
     ours = {} if not run.config.code_folders() else {**machine.versions, "python": machine.python}
     code = None if run.config.code_folders() else (run.code.sha256 if run.code else "")
     document = measured.document(
@@ -118,7 +118,7 @@ def measure(
         parameters=run.parameters,
         device={
             "kind": run.config.device,
-            "name": machine.gpu or attempts[0].record.type,  # a speed without a GPU holds for this type alone
+            "name": machine.gpu or attempts[0].record.type,  # a speed without a GPU is valid only for this type
             "count": machine.gpu_count,
             "ranks": node.ranks,
             "memory_gb": machine.gpu_memory_gb,
@@ -195,7 +195,7 @@ def _lines(run: RunFile, attempts: Sequence[Attempt], objects: Mapping[str, int]
     lines = [_line(line.name, line.amount, compute, note) for line in run.estimate.of_kind("compute")]
     hourly = run.estimate.of_kind("hourly")
     actual = {line.name: (used * run.hourly[line.name]).quantize(CENT_100) for line in hourly}
-    if hourly:  # the meter rounds each node's sum; the first hourly line takes the remainder
+    if hourly:  # the meter rounds the sum for each node, so the remainder is added to the first hourly line
         first = hourly[0].name
         actual[first] += _total(attempt.usd - attempt.compute_usd for attempt in attempts) - _total(actual.values())
     lines += [_line(line.name, line.amount, actual[line.name]) for line in hourly]
@@ -217,8 +217,8 @@ def _lines(run: RunFile, attempts: Sequence[Attempt], objects: Mapping[str, int]
 
 
 def _quantities(run: RunFile, objects: Mapping[str, int]) -> dict[str, Decimal]:
-    """Measured amounts of the bill's lines that do not count hours, by item: GB-months stored, GB that `gpufleet
-    results` downloads, GB of logs.
+    """The measured quantities of the bill's lines that do not depend on hours, by item: GB-months of storage, GB that
+    `gpufleet results` downloads, GB of logs.
     """
     inputs = (run.dataset, run.weights, run.code, *run.folders.values())
     own = sum(file.bytes for data in inputs if data is not None and data.uri is None for file in data.files)
@@ -250,10 +250,10 @@ def _lost(attempts: Sequence[Attempt]) -> Decimal:
         total += min(seconds, attempt.lived_s)
     lived = _total(attempt.lived_s for attempt in attempts)
     billed = _total(attempt.seconds for attempt in attempts)
-    return total + billed - max(lived, MINIMUM_S)  # a start without an interruption has the minimum charge too
+    return total + billed - max(lived, MINIMUM_S)  # every start has the minimum charge, even without an interruption
 
 
-# fields that the node writes
+# Fields that the node writes.
 LEFT = ("instance", "type", "zone", "capacity", "started_s", "pulled_s", "rung", "exit", "alarm")
 PAID = ("seconds", "lived_s", "usd", "ceiling_s", "free_usd", "reclaimed", "last_step")
 

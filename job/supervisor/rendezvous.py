@@ -1,4 +1,6 @@
-"""Makes torchrun's options and a command's environment, by which the trainers of several nodes find each other."""
+"""Makes the options of torchrun, and the environment of a command, with which the trainers of several nodes find each
+other.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ from pathlib import Path
 from gpufleet.job.contract import environment
 from gpufleet.job.contract.gang import GangGeneration
 
-FIRST_PORT, PORTS = 29400, 500  # one port per generation, so that a rank of an old generation finds nobody there
-ROUTES = Path("/proc/net/route")  # Linux
+# each generation has its own port, so that a rank of an old generation cannot connect to a new one
+FIRST_PORT, PORTS = 29400, 500
+ROUTES = Path("/proc/net/route")  # exists on Linux only
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +39,15 @@ class Rendezvous:
 
     @property
     def torchrun(self) -> list[str]:
-        """torchrun's options for a static rendezvous: torchrun waits for named nodes only, and restarts no node."""
+        """torchrun's options for a static rendezvous: torchrun waits only for the named nodes, and does not restart
+        nodes.
+        """
         meeting = ["--master-addr", self.master, "--master-port", str(self.port)]
         return ["--nnodes", str(self.nodes), "--node-rank", str(self.rank), *meeting, "--max-restarts", "0"]
 
     @property
     def environment(self) -> dict[str, str]:
-        """A command's environment variables, and the interface for gloo, which would otherwise take any."""
+        """A command's environment variables, and the network interface for gloo, which otherwise would use any."""
         values = {"nodes": self.nodes, "node_rank": self.rank, "master": self.master, "port": self.port}
         named = {environment.COMMAND[name]: str(value) for name, value in values.items()}
         cards = {environment.GBPS: f"{self.gbps:g}"} if self.gbps else {}
@@ -50,7 +55,7 @@ class Rendezvous:
 
 
 def interface(master: str, routes: Path = ROUTES) -> str:
-    """The network interface of the default route; in a rehearsal the loopback."""
+    """The network interface of the default route; in a rehearsal, the loopback interface."""
     if master.startswith("127."):
         return "lo"
     rows = [line.split() for line in routes.read_text().splitlines()[1:]]

@@ -1,7 +1,8 @@
 """Downloads what an attempt needs before it can train: dataset, base weights, and the newest checkpoint that verifies.
 
-A checkpoint counts only by its manifest: right schema, run and config, every file there with its size and, downloaded,
-its sha256. The highest step that passes is taken; a step that fails is set aside, and the next lower one is tried.
+A checkpoint is valid only if its manifest has the right schema, run and config, and if every file exists with its size
+and, after the download, has its sha256. The highest step that is valid is used. A step that is not valid is set aside,
+and the next lower one is tried.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ from gpufleet.job.supervisor.store import Entry, GivenUpError, MissingError, Sto
 UNFIT = (DoubtError, MissingError)  # errors of a checkpoint from which no node may resume
 T = TypeVar("T")
 PARALLEL = 8
-LOOK_S = 0.25  # between two calls of `check`
+LOOK_S = 0.25  # seconds between two calls of `check`
 TRIES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """The source and the target of files. The caller's thread calls `check` often, which may raise to stop."""
+    """The source and the target of files. `check` is called often in the caller's thread, and may raise an error to
+    stop.
+    """
 
     store: Store
     run: RunFile
@@ -45,12 +48,13 @@ class Stage:
     say: Callable[[str], None]
     check: Callable[[], None] = lambda: None
     pause: Callable[[float], None] = lambda seconds: None
-    doubts: Callable[[str], bool] = lambda key: False  # whether wrong bytes of a key are blamed on this node
+    # whether this node is taken to be the cause of wrong bytes of a key
+    doubts: Callable[[str], bool] = lambda key: False
     node: int = 0  # the node's rank, if there are several nodes
 
 
 class MismatchError(Exception):
-    """Bytes that arrived differ from their promised hash."""
+    """The bytes that arrived do not have the expected hash."""
 
     def __init__(self, key: str, actual: str, promised: str) -> None:
         super().__init__(f"{key}: sha256 is {actual}, expected {promised}")
@@ -58,7 +62,7 @@ class MismatchError(Exception):
 
 
 def clear(workdir: Path) -> None:
-    """Empties a used work folder, because only the store counts, not a node's disk."""
+    """Empties a used work folder, because an attempt begins only from what is in the store."""
     for name in (CHECKPOINTS, EXPORTS, FINAL, f"{USER}/{CODE}"):
         shutil.rmtree(workdir / name, ignore_errors=True)
     for path in workdir.glob("*"):
@@ -70,7 +74,7 @@ def inputs(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
     """Fills <workdir>/data with the dataset, and <workdir>/inputs with the run's base weights; for a command,
     <workdir>/user with its code and its inputs.
 
-    Raises ValueError if these are not the inputs that the run names, MismatchError if bytes arrive wrong.
+    Raises ValueError if these are not the inputs in run.json, and MismatchError if wrong bytes arrive.
     """
     if stage.run.dataset is not None:
         _fill(stage, "dataset", stage.run.dataset, DATASET, stage.workdir / DATA, opened)
@@ -97,9 +101,9 @@ def _fill(
     opened: Callable[[str], Store],
     takes: Sequence[str] = (),
 ) -> None:
-    """Downloads an input's files into `folder`. The list of files is in run.json; if not, in the input's own
-    `manifest`; if there is none, the input's place is listed. With `takes`, only the files of these names are
-    downloaded.
+    """Downloads an input's files into `folder`. The list of files is in run.json; if it is not, in the input's own
+    `manifest`; if there is none, the objects of the input are listed. If `takes` is given, only the files with these
+    names are downloaded.
     """
     shared = bucket_uri(stage.store.uri, stage.run.run)
     stage_uri = f"{shared}/{wanted.stage}/{FINAL}"
@@ -129,8 +133,8 @@ def _listed(place: Store, path: Path, wanted: InputData, title: str) -> tuple[In
 
 
 def _as_listed(entries: Sequence[Entry], wanted: InputData, title: str) -> tuple[InputFile, ...]:
-    """The listed files, if `gpufleet prepare` found the same files there. No hash of the files exists, so only the
-    listing shows whether they are the same.
+    """The listed files, if they are those that `gpufleet prepare` has found. There are no hashes of the files, so only
+    the listing can show whether they are the same.
     """
     files = [(entry.key, entry.bytes, entry.etag) for entry in entries if listing.is_file(entry.key)]
     if listing.digest(files) != wanted.sha256:
@@ -141,9 +145,8 @@ def _as_listed(entries: Sequence[Entry], wanted: InputData, title: str) -> tuple
 
 
 def checkpoint(stage: Stage) -> Manifest | None:
-    """Puts the newest good checkpoint into <workdir>/ckpt; returns its manifest, or None to start from scratch.
-
-    Raises MismatchError if bytes arrive wrong and the stage doubts this node.
+    """Puts the newest good checkpoint into <workdir>/ckpt; returns its manifest, or None to start from scratch. Raises
+    MismatchError if wrong bytes arrive and this node is taken to be the cause.
     """
     sizes = _sizes(stage)
     manifests = (checkpoint_at(stage, place, sizes) for place in reversed(bucket.published(sizes)))
@@ -165,7 +168,7 @@ def checkpoint_at(stage: Stage, place: CheckpointPlace, sizes: dict[str, int] | 
 def set_aside(stage: Stage, step: int, why: str) -> bool:
     """Rejects a step that verifies but cannot be read.
 
-    Returns False, and does nothing, if no other checkpoint is fit.
+    Returns False, and does nothing, if there is no other valid checkpoint.
     """
     sizes = _sizes(stage)
     places = bucket.published(sizes)
@@ -179,7 +182,9 @@ def set_aside(stage: Stage, step: int, why: str) -> bool:
 
 
 def _reject(stage: Stage, place: CheckpointPlace, why: str) -> None:
-    """Moves a checkpoint aside, where people can look at it: the node counts progress by the newest manifest."""
+    """Moves the manifest of a checkpoint aside, where people can look at it. The manifest must not stay, because the
+    node sees progress by the newest manifest.
+    """
 
     def act() -> None:
         stage.store.put_bytes(f"{why}\n".encode(), place.prefix + bucket.REJECTED)
@@ -189,7 +194,9 @@ def _reject(stage: Stage, place: CheckpointPlace, why: str) -> None:
 
 
 def best_too(stage: Stage, newest: CheckpointPlace) -> bool:
-    """Downloads the best checkpoint beside a newer one, for a job that exports it. Returns False if it is lost."""
+    """Downloads the best checkpoint beside a newer one, for a job that exports it. Returns False if the best checkpoint
+    is lost.
+    """
     if not stage.run.config.delivers_best:
         return True
     best = Best.from_bytes(retried(stage, lambda: stage.store.get_bytes(BEST), BEST))
@@ -214,7 +221,7 @@ def _sizes(stage: Stage) -> dict[str, int]:
 
 
 def _fit(stage: Stage, place: CheckpointPlace, sizes: dict[str, int]) -> Manifest:
-    """The manifest at `place`. Raises DoubtError if no run may resume from it, as far as it shows that."""
+    """The manifest at `place`. Raises DoubtError if the manifest shows that no run may resume from it."""
     content = retried(stage, lambda: stage.store.get_bytes(place.manifest), place.manifest)
     manifest = Manifest.from_json(reading.parse(content or b""), place.generation)
     if manifest.place != place:
@@ -238,9 +245,9 @@ def _is_fit(stage: Stage, place: CheckpointPlace, sizes: dict[str, int]) -> bool
 
 
 def _restored(stage: Stage, place: CheckpointPlace, sizes: dict[str, int], title: str) -> Manifest:
-    """The manifest at `place`, once its checkpoint is in <workdir>/ckpt; with several nodes, once the part that this
-    node reads is there. Files on the disk are not downloaded again. Raises the errors of UNFIT, and MismatchError on a
-    doubted node.
+    """Downloads the checkpoint of the manifest at `place` into <workdir>/ckpt, or, with several nodes, the part that
+    this node reads; returns the manifest. Files on the disk are not downloaded again. Raises the errors of UNFIT, and
+    MismatchError if this node is taken to be the cause of wrong bytes.
     """
     manifest = _fit(stage, place, sizes)
     files = manifest.read_by(stage.node, stage.run.config.parts.is_of_rank)
@@ -287,7 +294,7 @@ def _download(stage: Stage, store: Store, files: Mapping[str, InputFile], folder
         except BaseException:
             for future in waiting:
                 future.cancel()
-            while waiting:  # checked repeatedly, because a transfer may just be beginning
+            while waiting:  # cancelled repeatedly, because a transfer may be about to begin
                 store.cancel()
                 waiting = wait(waiting, LOOK_S).not_done
             raise
@@ -305,8 +312,8 @@ def _verified(store: Store, key: str, file: InputFile, path: Path) -> None:
 
 
 def retried(stage: Stage, act: Callable[[], T], title: str) -> T:
-    """The result of `act`. If the store refuses, `act` is tried again after a short pause, because a node that gives up
-    costs another boot.
+    """The result of `act`. If the store refuses, `act` is tried again after a short pause, because otherwise another
+    node would have to boot.
     """
     for attempt in range(1, TRIES + 1):
         try:

@@ -1,11 +1,10 @@
-"""Stores a run's files beyond the life of its node, in an S3 prefix or a folder. In S3 and in a folder, objects appear
-whole or not at all.
+"""Stores a run's files beyond the life of its node, in an S3 prefix or a folder. In both, objects appear completely or
+not at all.
 
 `open_store("s3://bucket/run")` or `open_store("/a/folder")` opens a store. Keys are relative to this place. Every
-failure is a StoreError; the store itself retries only what its client calls transient. The caller decides what follows.
-
-A put has a condition, which the store checks against the object there at that moment: ANY, ABSENT, or the etag that the
-object must have. TakenError says that another object is there.
+failure is a StoreError. The store itself repeats only requests that failed in a way which its client calls transient;
+the caller decides about others. A put has a condition on the object that exists at that moment: ANY, ABSENT, or the
+etag that the object must have. TakenError means that a different object exists.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from typing import Any, Protocol
 from gpufleet.job.kind.common import PART_BYTES
 
 METADATA_TIMEOUT_S = 5  # seconds per request to the metadata service; botocore's default is 1
-CONNECTIONS = 32  # one TCP flow is limited to 5 Gbit/s: uploads need many
-ANY, ABSENT = "*", ""  # conditions of a put: an existing object is replaced; no object may exist
+CONNECTIONS = 32  # number of connections, because one TCP connection is limited to 5 Gbit/s
+ANY, ABSENT = "*", ""  # conditions of a put: an existing object may be replaced; no object may exist
 
 
 class StoreError(OSError):
@@ -42,15 +41,15 @@ class RefusedError(StoreError):
 
 
 class TakenError(StoreError):
-    """A put found another object than its condition allows, or somebody is putting an object there right now."""
+    """A put found an object that its condition does not allow, or another put of this object is going on."""
 
 
 class SupersededError(StoreError):
-    """Another node of the run leads by now (presence.py), so trying again cannot help."""
+    """Another node of the run is the leader by now (presence.py), so trying again cannot help."""
 
 
 class GivenUpError(StoreError):
-    """`cancel` gave the transfer up."""
+    """The transfer was cancelled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +61,7 @@ class Entry:
 
 
 class Store(Protocol):
-    """The methods that the supervisor needs of a store. Several threads may call them."""
+    """The methods of a store that the supervisor needs. The methods may be called from several threads."""
 
     uri: str
 
@@ -104,7 +103,7 @@ _LOCK = f"lock.{'0' * 32}~"  # a file of this name is not an object either
 
 
 class FolderStore:
-    """A store in a folder. Unfinished writes have names of their own (_UNDER_WAY), and are no objects."""
+    """A store in a folder. Unfinished writes have separate names (_UNDER_WAY), and are not objects."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -147,7 +146,7 @@ class FolderStore:
         for key in keys:
             (self.root / key).unlink(missing_ok=True)
             with suppress(OSError):
-                (self.root / key).parent.rmdir()  # fails unless the object was the last one in the folder
+                (self.root / key).parent.rmdir()  # fails if there are other objects in the folder
 
     def cancel(self) -> None:
         """Does nothing, because a copy into a folder takes little time."""
@@ -175,7 +174,7 @@ class FolderStore:
 
 
 def _etag(path: Path) -> str:
-    """A text that differs for each file that a put makes; ABSENT if there is no file."""
+    """A text that is different for each file which a put has made; ABSENT if there is no file."""
     try:
         stat = path.stat()
     except FileNotFoundError:
@@ -184,7 +183,9 @@ def _etag(path: Path) -> str:
 
 
 class S3Store:
-    """A store below a prefix of a bucket. Large files go in parallel parts; `cancel` gives up those not sent."""
+    """A store below a prefix of a bucket. Large files are sent in parallel parts; `cancel` stops parts that were not
+    sent yet.
+    """
 
     def __init__(self, uri: str, client: Any = None) -> None:
         from boto3.s3.transfer import TransferConfig, create_transfer_manager
@@ -199,12 +200,12 @@ class S3Store:
                 max_concurrency=CONNECTIONS // 2,
                 multipart_threshold=PART_BYTES,
                 multipart_chunksize=PART_BYTES,
-                preferred_transfer_client="classic",  # the other client has neither these settings nor `cancel`
+                preferred_transfer_client="classic",  # the other kind of client has neither these settings nor `cancel`
             ),
         )
         self._running: set[Any] = set()
         self._lock = threading.Lock()
-        self._conditions: dict[str, str] = {}  # conditions of the transfers under way, by key
+        self._conditions: dict[str, str] = {}  # conditions of the running transfers, by key
         for name in ("PutObject", "CompleteMultipartUpload"):  # s3transfer does not pass conditions to these calls
             self._client.meta.events.register(f"before-parameter-build.s3.{name}", self._add_condition)
 
@@ -277,8 +278,8 @@ class S3Store:
 
     @contextmanager
     def _told_apart(self, key: str) -> Iterator[None]:
-        """Distinguishes a missing object from a refusal by a listing: the answer is 403 for both if only that is
-        allowed.
+        """Distinguishes a missing object from a refusal: without the right to list, S3 answers 403 in both cases, so
+        the prefix is listed.
         """
         try:
             yield
@@ -318,8 +319,8 @@ _KINDS: dict[str, type[StoreError]] = {
 
 @functools.cache  # credentials and service descriptions are fetched once
 def session() -> Any:
-    """A boto3 session that waits for the metadata service. If a token takes a second, as on a node with all cores busy,
-    botocore would report missing credentials, however often it may retry (1.44's IMDSFetcher).
+    """A boto3 session that waits for the metadata service. If a token takes a second, as on a node whose cores are all
+    busy, botocore by default reports that there are no credentials, even with many retries (IMDSFetcher of 1.44).
     """
     import boto3
     from botocore.session import Session
@@ -331,7 +332,7 @@ def session() -> Any:
 
 @functools.cache  # botocore takes half a second to read EC2's description
 def ec2() -> Any:
-    """An EC2 client that gives up soon: training needs none of its answers."""
+    """An EC2 client with short timeouts, because training does not need its answers."""
     from botocore.config import Config
 
     retries = {"mode": "standard", "total_max_attempts": 2}
@@ -339,7 +340,7 @@ def ec2() -> Any:
 
 
 def pages(call: Callable[..., dict[str, Any]], **asked: Any) -> Iterator[dict[str, Any]]:
-    """Every answer of an EC2 call; an empty one need not be the last. Raises what botocore raises."""
+    """Every answer of an EC2 call; an empty answer need not be the last one. Raises botocore's errors."""
     token: dict[str, str] = {}
     while answer := call(**asked, **token):
         yield answer

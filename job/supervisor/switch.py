@@ -1,8 +1,8 @@
-"""When the run has to switch to on demand to meet its deadline, by the facts of the node that trains. Pure.
-
-The node's own program pushes AWS's schedule to that hour (job/node/fallback.py). The remaining work is the bill's work
-on demand minus the finished training, scaled if this node's steps are slower. How much of a stage after training is
-done is unknown, so the whole stage counts as remaining: during a stage the switch comes too early, never too late.
+"""Computes when the run has to switch to on demand to meet its deadline, from what the training node knows. All
+functions are pure. The node's own program moves AWS's schedule to this time (job/node/fallback.py). The remaining work
+is the bill's work on demand minus the finished training, and longer if this node's steps are slower. It is unknown how
+much of a phase after training is done, so the whole phase is taken to remain. During such a phase the switch may come
+too early, but never too late.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ class Switch:
     """The switch of a run, at one moment."""
 
     at: float = 0.0  # epoch seconds; 0 if the run has no fallback
-    is_paid: bool = True  # whether the limits pay for the rest on demand
+    is_paid: bool = True  # whether the cost of the rest on demand fits within the limits
 
 
 def find_switch(
     terms: Terms, *, done_share: float, slower: float, stop_s: float, spent_usd: Decimal, spent_s: Decimal
 ) -> Switch:
-    """`done_share`: the finished share of training. `slower`: the factor by which training takes longer than in the
-    bill. `stop_s`: seconds of a stop at a limit. `spent_usd` and `spent_s`: what the whole run has spent so far.
+    """Computes the switch. `done_share`: the finished share of training. `slower`: the factor by which training takes
+    longer than in the bill. `stop_s`: seconds of a stop at a limit. `spent_usd` and `spent_s`: what the whole run has
+    spent so far.
     """
     fallback, limits = terms.fallback, terms.limits
     if fallback is None or limits.deadline is None:

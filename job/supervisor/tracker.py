@@ -1,7 +1,8 @@
-"""Hands a run's figures to W&B or MLflow, if `log.tracker` names one of them, whatever the kind of job.
+"""Passes a run's metric values to W&B or MLflow, if `log.tracker` names one of them, for every kind of job.
 
 The library works in a process of its own (tracker_process.py), beside the supervisor, because the container of a
-ready-made job has no network. A tracker that is missing, offline or stuck costs figures, and never the training.
+ready-made job has no network. If a tracker is missing, offline or stuck, it gets no metric values, but the training
+goes on.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def variables(run: RunFile, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class Tracker:
-    """The figures' way out of one attempt. Only `wait` waits for the tracker."""
+    """Sends the metric values of one attempt. Only `wait` waits for the tracker."""
 
     def __init__(self, run: RunFile, workdir: Path, write: Callable[[bytes], None], say: Callable[[str], None]) -> None:
         self._run, self._workdir, self._write, self._say = run, workdir, write, say
@@ -47,13 +48,15 @@ class Tracker:
         self._ended = False
 
     def take(self, record: dict[str, Any]) -> None:
-        """Sends a line of metrics.jsonl. The first one starts the process, and those of earlier attempts go before."""
+        """Sends a line of metrics.jsonl. The first line starts the process; before it, the lines of earlier attempts
+        are sent.
+        """
         if self._run.config.log.tracker == "none" or self._ended:
             return
         if self._thread.ident is None:
             parameters = {"run": self._run.run, "owner": self._run.owner, "parameters": self._run.parameters}
             self._lines.put({"config": parameters})
-            with suppress(OSError):  # the process leaves out what the tracker has
+            with suppress(OSError):  # the process leaves out lines that the tracker already has
                 before = metrics.records((self._workdir / METRICS).read_bytes().splitlines())
                 for earlier in before:
                     if earlier["step"] < record["step"]:
@@ -62,14 +65,14 @@ class Tracker:
         self._lines.put({"record": record})
 
     def wait(self, seconds: float) -> bool:
-        """Whether it sends nothing more; it has `seconds` for this."""
+        """Waits for at most `seconds` seconds; returns whether the tracker has sent everything."""
         if self._thread.ident is not None:
             self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def end(self, reason: str = "") -> None:
-        """Sends nothing later than the results, if the run has some, and its `reason` to end; without a reason the next
-        attempt goes on with it.
+        """Sends the results, if the run has some, and the `reason` of its end; after that nothing is sent. If there is
+        no reason, the next attempt continues the tracker's run.
         """
         if self._ended:
             return
@@ -82,7 +85,7 @@ class Tracker:
         self._lines.put(None)
 
     def kill(self) -> None:
-        """Ends it at once. The method may be called again."""
+        """Ends the tracker's process at once. The method may be called again."""
         self._ended = True
         if self._process is not None:
             with suppress(ProcessLookupError, PermissionError):
@@ -115,16 +118,17 @@ class Tracker:
                     lines.write(json.dumps(line).encode() + b"\n")
                     lines.flush()
             code = self._process.wait()
-            if code not in (0, -signal.SIGKILL):  # `kill` is no failure: the next attempt sends the rest
-                self._say(f"warning: log.tracker, {kind}, ended with {code}: its further figures are not sent")
+            # an end by `kill` is no failure, because the next attempt sends the rest
+            if code not in (0, -signal.SIGKILL):
+                self._say(f"warning: log.tracker, {kind}, ended with {code}: its further metrics are not sent")
             reading_thread.join()
         except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on without a tracker
-            self._say(f"warning: no figures are sent to {kind}: {type(error).__name__}: {error}")
+            self._say(f"warning: no metrics are sent to {kind}: {type(error).__name__}: {error}")
         finally:
-            self._ended = True  # later figures would wait in memory for nobody
+            self._ended = True  # otherwise later lines would wait in memory for a process that has ended
 
     def _pass_on(self, output: IO[bytes], mask: Mask) -> None:
         with output:
             for line in output:
                 self._write(b"tracker: " + mask(line))
-        self._lines.put(None)  # the process has ended
+        self._lines.put(None)  # tells the other thread that the process has ended

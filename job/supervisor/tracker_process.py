@@ -1,7 +1,7 @@
-"""`python -m gpufleet.job.supervisor.tracker_process KIND`: gives W&B or MLflow the lines of JSON that tracker.py
-writes to its standard input: the configuration, the lines of metrics.jsonl, and the end with the results.
+"""`python -m gpufleet.job.supervisor.tracker_process KIND`: passes the lines of JSON that tracker.py writes to its
+standard input on to W&B or MLflow: the configuration, the lines of metrics.jsonl, and the end with the results.
 
-The libraries are the image's own. What an earlier attempt has sent is not sent again.
+The libraries are those in the image. Lines that an earlier attempt has sent are not sent again.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from gpufleet.job.contract import metrics
 
-MOST_PARAMETERS = 100  # in one request to MLflow (its REST API, runs/log-batch)
-MOST_CHARACTERS = 6000  # of a parameter's value there
+MOST_PARAMETERS = 100  # the most parameters in one request to MLflow (its REST API, runs/log-batch)
+MOST_CHARACTERS = 6000  # the most characters of a parameter's value in MLflow
 
 
 class Figures(Protocol):
@@ -87,14 +87,14 @@ class MlflowRun:
         self._client.set_terminated(self._id)
 
     def close(self) -> None:
-        """Nothing: each figure was sent when it came, and the next attempt goes on with the run."""
+        """Does nothing, because each value was sent when it came, and the next attempt continues the run."""
 
 
 KINDS: Mapping[str, type[WandbRun] | type[MlflowRun]] = {"wandb": WandbRun, "mlflow": MlflowRun}
 
 
 def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a tree by its path, as `optim/lr`."""
+    """Every value of a tree by its path, such as `optim/lr`."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
     if items is None:
         yield path, tree
@@ -113,7 +113,7 @@ def numbers(tree: Any) -> dict[str, float]:
 
 
 def send(kind: str, lines: Iterable[str]) -> int:
-    """Sends all lines; returns the exit code, 1 without the library."""
+    """Sends all lines; returns the exit code, which is 1 if the library is not installed."""
     figures: Figures | None = None
     for line in lines:
         message = json.loads(line)

@@ -1,7 +1,6 @@
 """Uploads files while the job trains: one checkpoint at a time, exports when there is no checkpoint to send, and
-regularly heartbeat, metrics and log.
-
-Nothing here stops training: a failed upload is repeated later, after growing pauses.
+regularly the heartbeat, the metrics and the log. Errors here do not stop the training: a failed upload is repeated
+later, after pauses that become longer.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from gpufleet.job.foreign import ForeignFolder
 from gpufleet.job.supervisor.publish import LackingError, Publisher
 from gpufleet.job.supervisor.store import GivenUpError, Store, StoreError
 
-BACKOFF_S = (2.0, 60.0)  # first and longest pause after a failure
+BACKOFF_S = (2.0, 60.0)  # the first and the longest pause after a failure, in seconds
 PART_S = 2.0  # seconds between two checks whether other nodes have sent their parts
 
 
 class Uploader:
-    """Publishes the trainer's commits, and sends its exports if nothing more urgent waits: the last seconds before a
-    machine goes away belong to the checkpoint. `poll` is called often and never waits.
+    """Publishes the trainer's commits. Exports are sent only when there is no commit to publish, because in the last
+    seconds before a machine is taken away the checkpoint is more important. `poll` may be called often, and never
+    waits.
     """
 
     def __init__(
@@ -34,14 +34,15 @@ class Uploader:
         executor: Executor,
         clock: Callable[[], float],
         say: Callable[[str], None],
-        upload_s: Callable[[int], float],  # gives the seconds of an upload of so many bytes
+        upload_s: Callable[[int], float],  # returns the seconds that an upload of this many bytes takes
     ) -> None:
         self.publisher = publisher
         self._executor, self._clock, self._say, self._upload_s = executor, clock, say, upload_s
-        self._running: tuple[Commit | None, Future[None]] | None = None  # None: exports
+        # the running upload; its commit is None for exports
+        self._running: tuple[Commit | None, Future[None]] | None = None
         self._pause_s, self._not_before = BACKOFF_S[0], 0.0
         self._until: float | None = None
-        self.lacking: tuple[int, ...] = ()  # nodes whose parts are the only thing for which the upload waits
+        self.lacking: tuple[int, ...] = ()  # the nodes whose parts are missing, if the upload waits only for them
 
     def poll(self) -> None:
         """Notes uploads that have ended, and starts the next one."""
@@ -62,13 +63,14 @@ class Uploader:
             self._running = (None, self._executor.submit(self.publisher.send_exports))
 
     def hurry(self, until: float) -> None:
-        """Call it when the machine goes away. From now on the newest commit is sent first and at once, even after
-        failures. An older commit under way is abandoned for a newer commit that can still arrive by `until`.
+        """To be called when the machine is about to be taken away. From then on the newest commit is sent first and at
+        once, even after failures. The upload of an older commit is abandoned if a newer commit can still arrive by
+        `until`.
         """
         self._until, self._pause_s, self._not_before = until, BACKOFF_S[0], 0.0
 
     def abandon(self, wait: Callable[[], None]) -> None:
-        """Abandons the upload under way; `wait` is called until this upload has ended."""
+        """Abandons the running upload; `wait` is called until it has ended."""
         while self._running is not None and not self._running[1].done():
             self.publisher.cancel()
             wait()
@@ -80,13 +82,13 @@ class Uploader:
 
     @property
     def idle(self) -> bool:
-        """Whether no upload runs or waits. After a notice, exports do not count."""
+        """Whether no upload runs or waits. After a notice, exports are not considered."""
         running = self._running is not None and not (self._until is not None and self._running[0] is None)
         return not running and not self.publisher.pending()
 
     def _make_way(self, running: Commit | None) -> None:
-        """After a notice, abandons the upload under way if a newer commit waits. For any other reason the upload goes
-        on, because it would have to begin again.
+        """After a notice, abandons the running upload if a newer commit waits. In all other cases the upload goes on,
+        because otherwise it would have to begin again.
         """
         if self._until is None:
             return
@@ -116,7 +118,7 @@ class Uploader:
                 self._not_before = self._clock() + self._pause_s
             else:
                 self.publisher.give_up(commit)
-        else:  # the store failed, or something unforeseen such as a lack of threads
+        else:  # the store failed, or there was an unexpected error, such as a lack of threads
             self._say(f"{title} not published: {error}; again in {self._pause_s:.0f} s")
             self._not_before = self._clock() + self._pause_s
             self._pause_s = BACKOFF_S[0] if self._until is not None else min(2 * self._pause_s, BACKOFF_S[1])
@@ -147,12 +149,12 @@ class Pulse:
     ) -> None:
         self._store, self._instance, self._log, self._publisher = store, instance, log, publisher
         self._executor, self._also, self._say = executor, also, say
-        self.leads = True  # with several nodes: the output of nodes that do not lead is not the run's log
+        self.leads = True  # whether this node leads; the output of other nodes is not the run's log
         self._beats: list[str] = []
         self._running: Future[None] | None = None
 
     def beat(self, beat: Beat) -> None:
-        """Adds a heartbeat and sends it; if the last sending is still under way, the next one includes it."""
+        """Adds a heartbeat and sends it. If the last upload is still running, the next one includes the heartbeat."""
         self._beats.append(json.dumps(beat.to_json(), sort_keys=True))
         if self._running is not None:
             if not self._running.done():
@@ -162,7 +164,7 @@ class Pulse:
         self._running = self._executor.submit(self._send)
 
     def last(self, beat: Beat) -> None:
-        """Sends the last heartbeat, in the foreground. Raises StoreError."""
+        """Sends the last heartbeat, and waits for it. Raises StoreError."""
         self._beats.append(json.dumps(beat.to_json(), sort_keys=True))
         if self._running is not None:
             self._running.exception()

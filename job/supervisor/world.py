@@ -1,4 +1,4 @@
-"""The functions and settings that the supervisor gets from outside its process and that tests replace; and the causes
+"""The functions by which the supervisor uses the world outside of its process, and which tests replace; and the causes
 for which training stops.
 """
 
@@ -34,9 +34,9 @@ class Outside:
 
     store: Store
     metadata: Metadata
-    # starts at a rung of the ladder; with several nodes, also with a rendezvous.Rendezvous
+    # Starts a trainer at a rung of the ladder; if there are several nodes, also with a rendezvous.Rendezvous.
     start: Callable[..., Trainer]
-    terminated: Callable[[], float | None]  # the time at which SIGTERM came
+    terminated: Callable[[], float | None]  # returns the time at which SIGTERM came; None if it has not come
     uploads: Executor
     pulse: Executor
     log: JobLog
@@ -51,12 +51,14 @@ class Outside:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """Why training stops. With a deadline (epoch seconds) the machine goes away; without one the run ends."""
+    """Why training stops. If it has a deadline (epoch seconds), the machine is taken away then; if it has none, the run
+    ends.
+    """
 
-    reason: str  # notice, sigterm, fallback, max_usd, max_hours, deadline, expiry, stopped
+    reason: str  # one of notice, sigterm, fallback, max_usd, max_hours, deadline, expiry, stopped
     deadline: float | None = None
 
     @property
     def ends(self) -> bool:
-        """Whether this cause ends the run, not only this attempt."""
+        """Whether this cause ends the run, and not only this attempt."""
         return self.deadline is None

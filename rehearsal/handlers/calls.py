@@ -22,20 +22,20 @@ from gpufleet.infra.account.refusals import absent
 from gpufleet.rehearsal.handlers import table
 from gpufleet.rehearsal.handlers.table import Aws, Change, Properties, Read
 
-# arguments: as declared, as read, AWS's own answer
+# A function of the properties as declared, the properties as read, and AWS's own answer.
 Seen = Callable[[Aws, Properties, Properties, Mapping[str, Any]], Properties]
 
 
 class OwnCalls(NamedTuple):
-    """The calls of a type that do not fit a row."""
+    """The calls of a type that a row cannot describe."""
 
     create: Callable[[Aws, Properties], str] | None = None
     read: Read | None = None
     delete: Callable[[Aws, str, Properties], Any] | None = None
-    before: Callable[[Aws, Properties], Any] | None = None  # before a create
-    made: Callable[[Aws, str, Properties], Any] | None = None  # after a create
-    settle: Change | None = None  # after a create, and at an update
-    change: Change | None = None  # at an update
+    before: Callable[[Aws, Properties], Any] | None = None  # called before a create
+    made: Callable[[Aws, str, Properties], Any] | None = None  # called after a create
+    settle: Change | None = None  # called after a create, and at an update
+    change: Change | None = None  # called at an update
     seen: Seen | None = None  # adds properties to a read
 
 
@@ -165,6 +165,6 @@ def _named_by(parameter: str, resource_id: str) -> dict[str, Any]:
 
 
 def _parts(form: str, resource_id: str) -> dict[str, str]:
-    """The properties that an id is made of."""
+    """The properties from which an id is made."""
     mark = re.sub(r"{\w+}", "", form)
     return dict(zip(re.findall(r"{(\w+)}", form), resource_id.split(mark, 1) if mark else [resource_id], strict=False))

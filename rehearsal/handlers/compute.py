@@ -1,7 +1,7 @@
 """Handlers for launch template and EC2 Fleet, with those habits of the provider that matter in a rehearsal.
 
 An update of a fleet resends its template and its capacity. Deleting waits until the fleet is `deleted`. A deleted fleet
-counts as gone when read. (terraform-provider-aws internal/service/ec2/ec2_fleet.go, read 2026-11-21.)
+is treated as missing when it is read. (terraform-provider-aws internal/service/ec2/ec2_fleet.go, read 2026-11-21.)
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gpufleet.rehearsal.handlers.calls import OwnCalls
 from gpufleet.rehearsal.handlers.table import Aws, Properties, UnsupportedError, tagged
 
 _POLL_S = 0.05
-# seconds that the provider waits for `deleted`; no instant fleet reaches that state in this time (docs/decisions,
-# capacity block).
+# Seconds for which the provider waits for `deleted`. An instant fleet does not reach this state in this time
+# (docs/decisions, capacity block).
 _DELETE_S = {"maintain": 1800.0, "instant": 600.0}
 _GONE_STATES = ("deleted", "deleted_running", "deleted_terminating")
-# inputs of the resource that AWS keeps in the launch template's data
+# Inputs of the resource that AWS keeps in the data of the launch template.
 _DATA = table.fields(
     "imageId userData iamInstanceProfile vpcSecurityGroupIds networkInterfaces instanceInitiatedShutdownBehavior "
     "metadataOptions blockDeviceMappings tagSpecifications instanceMarketOptions capacityReservationSpecification"

@@ -12,7 +12,7 @@ _NO_RULE = "ResourceNotFoundException"
 
 
 def _delete_policy(aws: Aws, resource_id: str, state: Properties) -> None:
-    """Puts back the topic's first policy, which names only the owner, as the provider does."""
+    """Sets the topic's policy back to the first one, which names only the owner, as the provider does."""
     account = aws.account()
     own = {
         "Sid": "__default_statement_ID",

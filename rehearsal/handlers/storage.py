@@ -17,7 +17,7 @@ _GONE = ("NoSuchBucket", "404")
 
 def _create_bucket(aws: Aws, inputs: Properties) -> str:
     name = inputs["bucket"]
-    # us-east-1 must not be named; it is the only such region
+    # The region us-east-1 must not be named; this is so for no other region.
     place = {} if aws.region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": aws.region}}
     aws.s3.create_bucket(Bucket=name, **place)
     _update_bucket(aws, name, {}, inputs)

@@ -1,8 +1,8 @@
 """The class of a resource handler, and what all handlers share: checks, names, differences, the form of a state.
 
-Properties are plain JSON values in the provider's own spelling (cidrBlock, tagsAll). A state is the inputs as AWS now
-has them, plus what only AWS knows. Nothing here knows the engine: the gRPC provider and the in-process runner call this
-module.
+Properties are plain JSON values in the provider's own spelling (cidrBlock, tagsAll). A state contains the inputs as AWS
+now has them, and properties that only AWS knows. This module does not depend on the engine: both the gRPC provider and
+the in-process runner call it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import boto3
 Properties = dict[str, Any]
 # the engine's mark for a value that it does not know yet (its RPC protocol)
 UNKNOWN = "04da6b54-80e4-46f7-96ec-b56ff0331ba9"
-SPELLED = {  # names that differ by more than a capital
+SPELLED = {  # names that differ from AWS's by more than a capital letter
     "id": "ID",
     "sseAlgorithm": "SSEAlgorithm",
     "kmsMasterKeyId": "KMSMasterKeyID",
@@ -27,17 +27,21 @@ SPELLED = {  # names that differ by more than a capital
     "securityGroups": "Groups",  # in a template's network interface
 }
 _BACK = {theirs: ours for ours, theirs in SPELLED.items()}
-# Strings in the provider, so that unset differs from false.
+# These are strings in the provider, so that unset differs from false.
 BOOLEANS = ("encrypted", "deleteOnTermination", "associatePublicIpAddress")
 
 
 class UnsupportedError(Exception):
-    """The program declared something that this AWS does not have. This is always reported, never skipped."""
+    """The program has declared something that this AWS does not have. This error is always reported, and never
+    skipped.
+    """
 
 
 @dataclass(slots=True)
 class Aws:
-    """The boto3 clients of one account and region, each made once. `environment` is what a shell would export."""
+    """The boto3 clients of one account and region, each of which is made once. `environment`: the variables that a
+    shell would export.
+    """
 
     environment: Mapping[str, str]
     region: str
@@ -75,18 +79,22 @@ class Aws:
         return f"arn:aws:{service}:{self.region}:{self.account()}:{resource}"
 
 
-Change = Callable[[Aws, str, Properties, Properties], Any]  # arguments: id, old state or nothing, new inputs
-# id, inputs or state -> AWS's present state; None if the resource is gone
+# a function of the id, the old state (or nothing) and the new inputs
+Change = Callable[[Aws, str, Properties, Properties], Any]
+# A function of the id and of the inputs or the state, which returns AWS's present state; None if the resource does not
+# exist any more.
 Read = Callable[[Aws, str, Properties], Properties | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResourceHandler:
-    """One resource type over boto3. It accepts only what our program declares; anything else is an error."""
+    """One resource type over boto3. The resource type accepts only what our program declares; anything else is an
+    error.
+    """
 
     # the source of `replaces`: the ForceNew fields in terraform-provider-aws internal/service/, read 2026-11-21
     source: str
-    create: Callable[[Aws, Properties], str]  # the returned id names the resource from then on
+    create: Callable[[Aws, Properties], str]  # returns the id of the resource
     read: Read
     delete: Callable[[Aws, str, Properties], Any]
     update: Change | None = None
@@ -141,7 +149,7 @@ def diff(handler: ResourceHandler, state: Properties, new: Properties) -> dict[s
 
 def state(handler: ResourceHandler, aws: Aws, resource_id: str, like: Properties) -> Properties | None:
     """AWS's present values for the keys of `like`, in the form of `like`, and the provider's own properties. None if
-    the resource is gone.
+    the resource does not exist any more.
     """
     live = handler.read(aws, resource_id, like)
     if live is None:
@@ -156,8 +164,8 @@ def state(handler: ResourceHandler, aws: Aws, resource_id: str, like: Properties
 
 
 def written(kind: str, handler: ResourceHandler, aws: Aws, resource_id: str, inputs: Properties) -> Properties:
-    """The state right after the inputs were written. Raises RefusedError if AWS lacks an input: otherwise a nested
-    property that a handler ignores would look done.
+    """The state right after the inputs were written. Raises RefusedError if an input is missing in AWS. Otherwise a
+    nested property that a handler ignores would look as if it had been written.
     """
     properties = state(handler, aws, resource_id, inputs)
     if properties is None:
@@ -238,7 +246,7 @@ def tag_list(tags: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def tag_diff(old: Properties, new: Properties) -> tuple[list[str], dict[str, str]]:
-    """The keys that are gone, and the tags that are new or changed."""
+    """The keys that were removed, and the tags that are new or changed."""
     before, after = old.get("tags") or {}, new.get("tags") or {}
     changed = {key: value for key, value in after.items() if before.get(key) != value}
     return [key for key in before if key not in after], changed
@@ -251,7 +259,7 @@ def tagged(tags: list[dict[str, str]] | None) -> Properties:
 
 
 def tag_map(tags: list[dict[str, str]] | None) -> dict[str, str]:
-    """The tags without AWS's own, in the provider's form."""
+    """The tags, without those that AWS itself adds, in the provider's form."""
     return {tag["Key"]: tag["Value"] for tag in tags or [] if not tag["Key"].startswith("aws:")}
 
 

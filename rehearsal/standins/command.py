@@ -1,5 +1,5 @@
-"""The command of a rehearsal with --plumbing. It prints steps and writes files as told.json beside this file demands.
-It imports nothing of the project, because it runs where the user's script would.
+"""The command of a rehearsal with --plumbing. The command prints steps and writes files as told.json beside this file
+says. The command imports nothing of the project, because it runs where the user's script would.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def save(folder: Path, step: int, plan: dict[str, object]) -> None:
-    """Writes one checkpoint, with the deciding file last."""
+    """Writes one checkpoint. The file that completes it is written last."""
     names = [str(name) for name in plan["names"]]  # type: ignore[attr-defined]
     for pattern in names:
         name = COUNT.sub(lambda match: format(step, match[1] or ""), pattern).replace("*", "0")

@@ -1,10 +1,11 @@
 """The container runtime of a rehearsed node: `docker run` without images, namespaces or root.
 
-The command runs with the project's Python in the node's process group. Host folders stand in for mounts: a container
-path at the start of an argument or of an environment value becomes the host's. The environment is the container's own,
-so that nothing leaks in from the laptop. A container off the machine's network, or with the name of a training
-container, is a training container: orphans there stay below the container's first process. A container with an entry
-point runs a command of the user's own: its PATH begins with the user's programs and has none of gpufleet's.
+The command runs with the project's Python in the node's process group. Instead of mounts, host folders are used: a
+container path at the start of an argument or of an environment value is replaced by the host's. The environment is that
+of the container, without variables of the laptop. A container that is not on the machine's network, or has the name of
+a training container, is a training container. In it, processes whose parent has ended stay below the container's first
+process. A container with an entry point runs a command of the user's own: its PATH begins with the user's programs and
+has none of gpufleet's.
 
 With GPUFLEET_DOCKER (`gpufleet rehearse --image`) the machine's own docker does everything except the log driver.
 
@@ -33,18 +34,20 @@ from gpufleet.job.command import processes
 from gpufleet.job.command.places import activated
 from gpufleet.job.contract.environment import SECRET, USER_PATH
 
-DOCKER = os.environ.get("GPUFLEET_DOCKER")  # the machine's own docker; if it is set, it does all of this
+# the path of the machine's own docker; if it is set, this docker runs the containers
+DOCKER = os.environ.get("GPUFLEET_DOCKER")
 ROOT = Path(os.environ["GPUFLEET_ROOT"])
 CONTAINERS = ROOT / "run" / "docker"
 CONFIG = ROOT / "etc" / "docker" / "daemon.json"
 DATA = json.loads(CONFIG.read_text()).get("data-root") if CONFIG.exists() else None
-IMAGES = Path(DATA or ROOT / "var" / "lib" / "docker") / "images"  # the pulled images, one per line
-TRAINS = "-job"  # the name of the training container ends so: job/node/jobs.py
+IMAGES = Path(DATA or ROOT / "var" / "lib" / "docker") / "images"  # a file with the pulled images, one per line
+TRAINS = "-job"  # the name of the training container ends with this (job/node/jobs.py)
 DAEMON_ERROR = 125  # exit code of docker itself if the container never started
 NAMED = "PET_LOCAL_ADDR"  # torchrun takes a machine's name from this variable: all nodes here share the host's name
 METADATA = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
-REACHES_BRIDGE = int(os.environ.get("GPUFLEET_HOPS") or 1) > 1  # by the hop limit of the machine's metadata service
-LOG_LINES = 50_000  # most lines that wait to be sent
+# whether a container on a bridge can reach the metadata service, by the machine's hop limit
+REACHES_BRIDGE = int(os.environ.get("GPUFLEET_HOPS") or 1) > 1
+LOG_LINES = 50_000  # the most lines that wait to be sent
 
 
 def main(words: list[str]) -> int:
@@ -88,9 +91,10 @@ def run(words: list[str]) -> int:
         "HOME": str(ROOT / "root"),
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",  # the code is mounted read-only
-        # One thread: the model is tiny, and two threads that wait for each other on a busy laptop are 100 times slower.
+        # One thread is used, because the model is tiny, and two threads that wait for each other on a busy laptop are
+        # 100 times slower.
         "OMP_NUM_THREADS": "1",
-        # by this variable the runner finds the processes that it must kill
+        # By this variable, the runner finds the processes that it must kill.
         "GPUFLEET_NODE": os.environ.get("GPUFLEET_NODE", ""),
         **({} if trains else {name: os.environ[name] for name in os.environ if name.startswith(SECRET)}),
         **({METADATA: os.environ[METADATA]} if options.network == "bridge" and REACHES_BRIDGE else {}),
@@ -111,7 +115,7 @@ def run(words: list[str]) -> int:
 def _printed(argv: list[str], options: argparse.Namespace, record: Path | None = None, **where: Any) -> int:
     """Runs the program; returns its exit code, as in a shell.
 
-    `record` gets its process id, and the options get its output.
+    `record` is called with its process id. The options decide where its output goes.
     """
     child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **where)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -145,7 +149,7 @@ def pull(words: list[str]) -> int:
 
 
 def image(words: list[str]) -> int:
-    """`image inspect -f {{.Id}} NAME`: whether an image is there."""
+    """`image inspect -f {{.Id}} NAME`: whether an image was pulled."""
     name = words[-1]
     if name not in (IMAGES.read_text().splitlines() if IMAGES.exists() else ()):
         print(f"Error response from daemon: No such image: {name}", file=sys.stderr)
@@ -160,7 +164,9 @@ def images(words: list[str]) -> int:
 
 
 def inspect(words: list[str]) -> int:
-    """`inspect -f {{.State.Pid}} NAME`: the container's first process, which its guard has started; 0 before that."""
+    """`inspect -f {{.State.Pid}} NAME`: the id of the container's first process, which its guard has started; 0 before
+    it is started.
+    """
     _, template, name = words
     if template != "{{.State.Pid}}":
         print(f"docker: a rehearsal has no stand-in for {template}", file=sys.stderr)
@@ -223,8 +229,9 @@ def _without_awslogs(words: list[str], options: argparse.Namespace) -> list[str]
 
 
 class CloudWatchLogs:
-    """The awslogs driver, non-blocking. While the container starts, it tries to make its stream until that works. It
-    drops lines that cannot be sent, and never waits. It behaves like moby's (daemon/logger/awslogs, 2026-08-23).
+    """The awslogs driver in its non-blocking mode. While the container starts, it tries to make its stream until it
+    succeeds. The stand-in drops lines that cannot be sent, and never waits. The stand-in behaves like moby's
+    (daemon/logger/awslogs, 2026-08-23).
     """
 
     def __init__(self, region: str, group: str, stream: str) -> None:
@@ -297,7 +304,7 @@ def _run_options() -> argparse.ArgumentParser:
 
 
 def _mounts(volumes: list[str]) -> dict[str, str]:
-    """Host folder by container path, longest path first."""
+    """The host folder by container path, the longest path first."""
     mounts = {}
     for volume in volumes:
         host, container = volume.split(":")[:2]
@@ -326,7 +333,7 @@ def _environment(settings: list[str], mounts: dict[str, str]) -> dict[str, str]:
 
 
 def _users_path() -> str:
-    """The user's programs, then the laptop's, but not the project's own."""
+    """The PATH with the user's programs first, then those of the laptop, but without those of this project."""
     own = {str(Path(os.environ["GPUFLEET_PYTHON"]).parent), str(Path(__file__).parent)}
     path = [folder for folder in os.environ["PATH"].split(os.pathsep) if folder not in own]
     return os.pathsep.join([*filter(None, [os.environ.get(USER_PATH)]), *path])

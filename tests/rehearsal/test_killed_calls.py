@@ -68,7 +68,7 @@ def test_the_node_of_an_up_killed_after_its_fleet_ends_both_with_the_rights_it_h
         (node,) = cloud.instances()  # nothing came after it
         assert node.ended_at is not None
         said = runner.nodes[node.id].log.read_text()
-    assert "no stack's state names its fleet" in said
+    assert "its fleet is in no stack's state" in said
     assert "is deleted" in said
 
 

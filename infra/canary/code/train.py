@@ -1,7 +1,8 @@
-"""The canary's script: it counts, saves small and large checkpoints by turns, and reports what its container reaches.
-It fails once, at `fails_at`, so that its node ends itself; a node that resumes there goes on.
+"""The canary's script: it counts steps, saves small and large checkpoints by turns, and reports what can be reached
+from its container. The script fails once, at the step `fails_at`, so that its node ends itself. A node that resumes
+from that step does not fail.
 
-It uses torch's GPU where the image brings torch, and imports nothing else, so that any Python runs it.
+The script uses torch's GPU where the image brings torch, and imports nothing else, so that any Python runs it.
 """
 
 import json
@@ -12,7 +13,7 @@ import time
 import urllib.request
 
 SMALL, LARGE = 1_000_000, 64_000_000  # bytes
-ELSEWHERE = 3  # exit code with which another node has to go on, as the definition file says
+ELSEWHERE = 3  # the definition file says that after this exit code another node has to continue
 METADATA = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://169.254.169.254")
 
 
@@ -29,7 +30,7 @@ def metadata_is_reached() -> bool:
 
 
 def gpu() -> str:
-    """What torch calls the GPU after a product on it; empty: there is no torch, or it has no GPU."""
+    """torch's name of the GPU, after a matrix product on it; empty if there is no torch or no GPU."""
     try:
         import torch
     except ImportError:

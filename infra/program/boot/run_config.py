@@ -24,8 +24,8 @@ def run_config(
     fallbacks: Iterable[Fallback] = (),
     whole_usd: Quantiles | None = None,
 ) -> dict[str, Any]:
-    """The content of run.json. `inputs` and `expires` are as in job.contract.run.document; if there is a deadline, the
-    fleet ends then. `whole_usd`: for a stage, the USD of its whole run.
+    """The content of run.json. `inputs` and `expires`: see job.contract.run.document. If there is a deadline, the fleet
+    ends at the deadline. `whole_usd`: for a stage, the USD of its whole run.
     """
     limits, market = definition.limits, definition.fleet.market
     by_market = market.last is not None and expires == stamp(market.last)
@@ -50,7 +50,7 @@ def run_config(
         image=definition.job.image if not definition.job.parameters.code_folders() else None,
         nodes=definition.fleet.nodes,
         before=definition.before,
-        # the goals of a run in stages are graded once all stages have ended
+        # The goals of a run in stages are checked only after all stages have ended.
         goal={} if definition.stage else {name: str(figure) for name, figure in definition.goal.wanted.items()},
         whole_usd=None if whole_usd is None else {"p10": str(whole_usd.p10), "p90": str(whole_usd.p90)},
         gather_s=round(bill.chosen.exposure.gather_h * 3600, 1) if definition.fleet.lets_go else None,
@@ -58,7 +58,7 @@ def run_config(
 
 
 def _rates(definition: StackDefinition, bill: Bill) -> dict[str, Any]:
-    """The hourly prices; for several nodes, also the facts that show whether they use EFA."""
+    """The hourly prices of the types; for several nodes, also the facts that decide whether they use EFA."""
     rates, fleet = record.rates(bill), definition.fleet
     for option in bill.types if fleet.is_gang else ():
         if option.type in rates and option.instance.has_efa(fleet.cards):

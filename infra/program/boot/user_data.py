@@ -1,9 +1,7 @@
-"""A node's user-data: a header with variables for job/node, then `node.sh` without most comments, which starts
-job/node.
-
-Pure functions. The user-data has no secrets, because every process on a node can read it. Values appear only in the
-header, quoted; nothing is interpolated into the script's body. Even the longest values that a definition and AWS allow
-fit into EC2's limit (a test counts).
+"""A node's user-data: a header with variables for job/node, and then the script `node.sh`, which starts job/node; most
+of its comments are removed. All functions are pure. The user-data has no secrets, because every process on a node can
+read it. Values appear only in the header, quoted; nothing is interpolated into the script's body. The script fits into
+EC2's limit even with the longest values that a definition and AWS allow (a test checks this).
 """
 
 from __future__ import annotations
@@ -17,12 +15,12 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program.run_guard import timer_seconds
 
 ROOT_DEVICE = "/dev/xvda"  # the root device of Amazon Linux 2023 AMIs, among them the Deep Learning Base AMI
-_OPTIONAL = ("JOB_IMAGE", "NOTIFY", "FALLBACK", "NEXT_STAGE")  # omitted if empty
+_OPTIONAL = ("JOB_IMAGE", "NOTIFY", "FALLBACK", "NEXT_STAGE")  # variables that are omitted if they are empty
 DATA_DEVICE = "/dev/sdf"  # the launch template's name for the data volume; AL2023 links it to the /dev/nvme* device
 
 
 def known(definition: StackDefinition) -> dict[str, Any]:
-    """The values of the header that come from the definition, for `render`."""
+    """The arguments of `render` that come from the definition."""
     disk = definition.storage.data
     return {
         "stack": definition.name,
@@ -59,15 +57,14 @@ def render(
     container_options: str,
     data_volume: str | None,
 ) -> str:
-    """The script.
-
-    `timer_seconds`: so long after boot the node ends its run, even if job and supervisor hang, and earlier once it
-    knows how much the run has spent. `schedule`: GROUP/NAME of the schedule that ends the fleet, whose time the node
-    changes. `notify`: the receivers of the node's messages as JSON (resources/notices.py); empty if there are none.
-    `fallback`: whether a second fleet, on demand, stands by. `next_stage`: the stage that the node begins once this one
-    is done, or empty. `image`: the supervisor's image. `job_image`: the image of a user's command, which has its own
-    container; else empty. `device`: "cuda" or "cpu". `container_options`: options for `docker run`. `data_volume`:
-    None, "blank" (formatted if nothing is on it) or "snapshot" (never formatted).
+    """The script. `timer_seconds`: after this time since its boot the node ends its run, even if job and supervisor
+    hang. The node makes this time shorter once it knows how much the run has spent. `schedule`: GROUP/NAME of the
+    schedule that ends the fleet, whose time the node changes. `notify`: the receivers of the node's messages as JSON
+    (resources/notices.py); empty if there are none. `fallback`: whether a second fleet, on demand, stands by.
+    `next_stage`: the stage that the node begins once this one is done, or empty. `image`: the supervisor's image.
+    `job_image`: the image of a user's command, which runs in a container of its own; empty for a ready-made job.
+    `device`: "cuda" or "cpu". `container_options`: options for `docker run`. `data_volume`: None, "blank" (formatted if
+    nothing is on it) or "snapshot" (never formatted).
     """
     if data_volume not in (None, "blank", "snapshot"):
         raise ValueError(f"data_volume: {data_volume!r} is not one of None, 'blank', 'snapshot'")
@@ -99,5 +96,5 @@ def render(
 
 
 def _body() -> str:
-    """The text of node.sh without the comments between its commands, which only people need."""
+    """The text of node.sh without the comments between its commands, because a node does not need them."""
     return re.sub(r"^ +# .*\n| +# .*$", "", (Path(__file__).parent / "node.sh").read_text("utf-8"), flags=re.MULTILINE)

@@ -1,8 +1,8 @@
 """Declares what a bake keeps: an AMI of its builder's disk or a snapshot of its data volume, and the schedule that
 deletes it.
 
-It is declared in the builder's own stack, in place of the builder: the engine makes it first, and deletes the builder
-after it. A destroy deletes an AMI with its snapshot.
+These resources replace the builder in its own stack: the engine makes them first, and deletes the builder afterwards. A
+destroy deletes an AMI together with its snapshot.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class BakedImage(pulumi.ComponentResource):
             name=f"{label}-{builder}",
             description="holds the images of a gpufleet job",
             source_instance_id=builder,
-            # A reboot would start the builder again. Its command has written all buffers before it reports that it
-            # waits.
+            # The instance is not rebooted, because a reboot would start the builder again. Nothing is lost, because its
+            # command writes all buffers before it reports that it waits.
             snapshot_without_reboot=True,
             tags=named({**tags(definition), DELETE_AFTER: until}, label),
             opts=pulumi.ResourceOptions(parent=self),
@@ -49,7 +49,7 @@ class BakedImage(pulumi.ComponentResource):
 
 
 def declare_bake(definition: StackDefinition, described: dict[str, Any]) -> dict[str, pulumi.Output[str]]:
-    """Declares what was `described`, with the schedule that deletes it; gives its outputs."""
+    """Declares the AMI or snapshot that is `described`, and the schedule that deletes it; returns its outputs."""
     if volume := described.get("volume"):
         return {"snapshot": _declare_snapshot(definition, volume, described["until"]).id}
     image = _declare_image(definition, described["builder"], described["until"])
@@ -95,7 +95,7 @@ def _declare_image(definition: StackDefinition, builder: str, until: str) -> aws
 def _delete(
     stop: FleetStop, what: str, until: str, target: str, request: pulumi.Output[str], id: pulumi.Output[str]
 ) -> None:
-    """Declares the schedule that sends the request at `until`; a new `id` makes it anew."""
+    """Declares the schedule that sends the request at `until`; a new `id` replaces the schedule."""
     one_time(
         "delete-schedule",
         name=DELETE,

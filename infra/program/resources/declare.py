@@ -28,10 +28,10 @@ from gpufleet.job.contract.workdir import RUN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
-    """Settings from the program that contains the run. The defaults are for a run that has its own program."""
+    """Settings from the program that contains the run. The defaults are those of a run with a program of its own."""
 
     prefix: str = ""  # the prefix of the resources' names, for a program with several runs
-    earlier: tuple[str, ...] = ()  # earlier prefixes, if the component was renamed
+    earlier: tuple[str, ...] = ()  # earlier prefixes of the names, if the component was renamed
     opts: pulumi.ResourceOptions | None = None  # options for all resources: parent, provider
     vpc: GivenVpc | None = None
     permissions_boundary: pulumi.Input[str] | None = None
@@ -119,7 +119,8 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         switch: list[pulumi.Resource] = []
         for standing_by in fleet.standing_by:
             due = datetime.fromisoformat(verdict.run.valid_until)
-            priced = next(iter(plan.fallbacks), None)  # None if a price is no longer known
+            # None if the file has no fallback, or if a price is no longer known
+            priced = next(iter(plan.fallbacks), None)
             switch = FallbackSwitch(
                 f"{prefix}fallback",
                 definition,
@@ -187,7 +188,9 @@ def with_provider(around: Surroundings, region: str) -> pulumi.ResourceOptions:
 
 
 def uploads(plan: Plan, root: Path) -> list[Upload]:
-    """Job archive, run config, and the inputs: dataset files and base weights, or a command's code and local inputs."""
+    """The objects that `up` uploads: job archive, run config and inputs. Inputs are dataset files and base weights, or
+    a command's code and its local inputs.
+    """
     files = [
         Upload(
             name="job-archive",

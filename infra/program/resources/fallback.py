@@ -1,10 +1,10 @@
 """The fallback to on demand: a second fleet of size 0, and a schedule that sets its size to 1 once the deadline could
-not be met otherwise. A training node postpones the schedule (job/node/switch.py), so it fires if no node trains.
-
-AWS has no right to change only a schedule's hour: whoever may change it can also change the schedule's target, to
-anything that the schedule's role may do. And a right for ModifyFleet cannot limit the number of nodes. So the
-schedule's role may only start a state machine, whose steps are written here: they set the second fleet to 1
-(docs/decisions/2026-11-26-fallback.md). A compromised node gains nothing by it.
+not be met otherwise. A training node postpones the schedule (job/node/switch.py), so the schedule fires if no node
+trains. In AWS there is no right to change only the time of a schedule. A node that may change the time can also change
+the schedule's target, to any action that the schedule's role may do. And a right to use ModifyFleet cannot limit the
+number of nodes. So the schedule's role may only start a state machine. The steps of the state machine are written here,
+and set the second fleet to 1 (docs/decisions/2026-11-26-fallback.md). So a compromised node could do no more than begin
+the switch early.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ PAUSE_S, LONGEST_S = 900, 7 * 86_400  # seconds between two tries; seconds until
 
 
 class FallbackSwitch(pulumi.ComponentResource):
-    """State machine, its role, and the schedule that starts it. `ready`: what must exist before the first fleet."""
+    """State machine, its role, and the schedule that starts it. `ready`: resources that must exist before the first
+    fleet.
+    """
 
     ready: list[pulumi.Resource]
 
@@ -42,10 +44,10 @@ class FallbackSwitch(pulumi.ComponentResource):
         permissions_boundary: pulumi.Input[str] | None = None,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`fleet`: the on-demand fleet, of size 0. `stop`: gives the schedule its group and role. `at`: the time to
-        switch if no work is done until then. `enabled`: whether the limits pay for all of the work on demand; if not, a
-        node enables the schedule once they pay for the rest. `topic_arn`: the topic for messages to people; empty if
-        there is none.
+        """`fleet`: the on-demand fleet of size 0. `stop`: the component that has the schedule's group and role. `at`:
+        the time to switch if no work is done until then. `enabled`: whether the cost of all the work on demand fits
+        within the limits. If not, a node enables the schedule as soon as the cost of the rest fits. `topic_arn`: the
+        topic for messages to people; empty if there is none.
         """
         super().__init__("gpufleet:infra:FallbackSwitch", name, None, opts)
         machine = state_machine(
@@ -90,8 +92,8 @@ class FallbackSwitch(pulumi.ComponentResource):
 
 def steps(fleet: str, topic_arn: str = "", run: str = "") -> dict[str, Any]:
     """The steps of the state machine: they set the on-demand fleet to 1, and do not read the input. If AWS refuses this
-    for long (it lacks capacity, or the role lacks a right), the machine sends one message, and tries again until the
-    run's fleets no longer exist.
+    for a long time, because capacity or a right of the role is missing, the machine sends one message. The machine then
+    tries again until the run's fleets no longer exist.
     """
     asked = {"FleetId": fleet, "TargetCapacitySpecification": {"TotalTargetCapacity": 1}}
     switch = {"Type": "Task", "Resource": MODIFY_FLEET, "Parameters": asked, "Retry": [AGAIN], "End": True}

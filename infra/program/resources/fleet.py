@@ -4,11 +4,11 @@ Resources that AWS may refuse are made before the fleet that launches nodes, unl
 bucket shows that Pulumi's state has the fleet: the engine writes this object last, and deletes it before the fleet. If
 a node does not find the object of its fleet, it ends the fleet (job/node), so that an `up` that failed or was
 interrupted leaves no node for long. Everything that a node needs for this check is deleted after the launch template,
-so that nothing can launch once a part of it is missing.
+so that no node can be launched once a part of it is missing.
 
-Nothing updates a fleet in place, because the provider's update resends capacity and template, which would relaunch a
-finished run. A new run id replaces the fleet: the old one is deleted first. `on_demand_options` is left out on purpose:
-for a maintain fleet, the provider turns it into settings that only instant fleets accept
+A fleet is never updated in place, because the provider's update sends capacity and template again, and this would
+launch nodes for a finished run. A new run id replaces the fleet: the old one is deleted first. `on_demand_options` is
+left out on purpose: for a maintain fleet, the provider turns it into settings that only instant fleets accept
 (docs/decisions/2026-11-21-provider-arguments.md). Differences between markets are in infra/market.
 """
 
@@ -56,7 +56,8 @@ class FleetComponent(pulumi.ComponentResource):
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
         """`pools`: by market, each (type, zone) that a fleet may launch. `depends_on`: everything that a node needs at
-        boot or that AWS may refuse; the launch template and the fleets themselves refer to only a few of it.
+        boot or that AWS may refuse. These resources must be listed, because the launch template and the fleets refer to
+        only a few of these resources.
         """
         super().__init__("gpufleet:infra:Fleet", name, None, opts)
         label = named(tags(definition), f"gpufleet-{definition.name}-{definition.run.id}")
@@ -67,7 +68,7 @@ class FleetComponent(pulumi.ComponentResource):
             update_default_version=True,
             iam_instance_profile=aws.ec2.LaunchTemplateIamInstanceProfileArgs(arn=profile_arn),
             **_attached(definition, security_group_id, subnets),
-            instance_initiated_shutdown_behavior="terminate",  # `stop` would leave billed disks
+            instance_initiated_shutdown_behavior="terminate",  # with `stop`, the disks would remain and be billed
             metadata_options=aws.ec2.LaunchTemplateMetadataOptionsArgs(
                 http_endpoint="enabled",
                 http_tokens="required",
@@ -77,9 +78,9 @@ class FleetComponent(pulumi.ComponentResource):
                 instance_metadata_tags="enabled",  # the node reads its fleet's id from its tags
             ),
             block_device_mappings=disks(definition),
-            # Only the instance gets tags: every launch fails if a resource is listed that the fleet's service-linked
-            # role may not tag, such as network interfaces; and a template cannot tag volumes of a maintain fleet's spot
-            # nodes.
+            # Only the instance gets tags. If another resource were listed that the fleet's service-linked role may not
+            # tag, such as a network interface, every launch would fail. And a template cannot tag the volumes of spot
+            # nodes of a maintain fleet.
             tag_specifications=[aws.ec2.LaunchTemplateTagSpecificationArgs(resource_type="instance", tags=label)],
             tags=label,
             **definition.fleet.market.template_arguments(),
@@ -91,8 +92,7 @@ class FleetComponent(pulumi.ComponentResource):
             ),
         )
         self._name, self._definition, self._frozen, self._bucket = name, definition, frozen, bucket
-        # AWS takes the subnet either from the interfaces or from the override, which names it if there are no
-        # interfaces
+        # AWS takes the subnet from the network interfaces; if there are none, from the override.
         chosen = {} if definition.fleet.is_gang else subnets
         self._places = {market: [(kind, chosen.get(zone)) for kind, zone in some] for market, some in pools.items()}
         self._valid_until, self._label = valid_until, label
@@ -106,7 +106,8 @@ class FleetComponent(pulumi.ComponentResource):
         # run deleted the old one, and a refresh has just noticed), it launches nothing, except in a market whose fleets
         # do not replace nodes.
         market = self._definition.fleet.market
-        waits = bool(self._definition.before)  # for the machine that the stage before starts: resources/stages.py
+        # the fleet then waits for the state machine that the stage before starts (resources/stages.py)
+        waits = bool(self._definition.before)
         target = 0 if waits or (self._frozen and market.replaces) else self._definition.nodes
         return self._fleet(f"{self._name}-fleet", market, target, depends_on)
 
@@ -156,12 +157,14 @@ class FleetComponent(pulumi.ComponentResource):
                     "targetCapacitySpecification.totalTargetCapacity",
                     "launchTemplateConfigs",
                     "tags",
-                    # AWS may return another spelling, and a difference in this value would replace the fleet.
+                    # AWS may return the time in another spelling, and a difference in this value would replace the
+                    # fleet.
                     "targetCapacitySpecification",
                     "spotOptions",
                     "onDemandOptions",
                     "excessCapacityTerminationPolicy",
-                    # the program does not declare it, but the provider reads it from AWS's answer, like onDemandOptions
+                    # The program does not declare this, but the provider reads it from AWS's answer, as it does with
+                    # onDemandOptions.
                     "validFrom",
                 ],
                 custom_timeouts=pulumi.CustomTimeouts(delete=market.delete_timeout),
@@ -172,7 +175,9 @@ class FleetComponent(pulumi.ComponentResource):
 def _attached(
     definition: StackDefinition, group: pulumi.Input[str], subnets: Mapping[str, pulumi.Input[str]]
 ) -> dict[str, Any]:
-    """The arguments that attach nodes to the network: either a security group or interfaces."""
+    """The launch template's arguments that attach nodes to the network: either a security group or network
+    interfaces.
+    """
     if definition.fleet.is_gang:
         return {"network_interfaces": interfaces(definition, group, subnets[definition.fleet.zones[0]])}
     return {"vpc_security_group_ids": [group]}
@@ -181,11 +186,12 @@ def _attached(
 def interfaces(
     definition: StackDefinition, group: pulumi.Input[str], subnet: pulumi.Input[str] | None = None
 ) -> list[aws.ec2.LaunchTemplateNetworkInterfaceArgs]:
-    """The network interfaces of each of several nodes: its first card with a public address, or all cards without one.
-    Each names the `subnet`, because a launch with interfaces takes it from nowhere else (RunInstances, SubnetId). With
-    all cards they follow AWS's layout since 2026 (EC2 User Guide, efa-acc-inst-types): device 0 of the first card is a
-    plain interface and device 1 its EFA; on each further card, device 0 is the EFA. Only a single interface can have a
-    public address; with one card, the same interface is plain interface and EFA.
+    """The network interfaces of each of several nodes: either its first card with a public address, or all cards
+    without one. Each interface names the `subnet`, because a launch with interfaces does not take it from anywhere else
+    (RunInstances, SubnetId). With all cards they follow AWS's layout since 2026 (EC2 User Guide, efa-acc-inst-types):
+    device 0 of the first card is a plain interface and device 1 its EFA; on each further card, device 0 is the EFA.
+    Only a single interface can have a public address; if only one card is used, the same interface is both a plain
+    interface and an EFA.
     """
     kind = load_catalog().instances[definition.fleet.instance_types[0]]
     every, on_first = definition.fleet.cards == "all", kind.efa_cards == kind.network_cards
@@ -226,7 +232,7 @@ def _mapping(device: str, disk: Disk, key: str | None) -> aws.ec2.LaunchTemplate
             delete_on_termination="true",
             # `encrypted` and a snapshot exclude each other: the volume is encrypted like its snapshot
             encrypted=None if disk.snapshot else "true",
-            kms_key_id=None if disk.snapshot else key,  # None stands for the account's default
+            kms_key_id=None if disk.snapshot else key,  # None stands for the account's default key
             snapshot_id=disk.snapshot,
         ),
     )

@@ -1,7 +1,7 @@
 """Asks AWS again for all nodes of a run, after the nodes that waited for missing ones have ended.
 
 A node may end its fleet but not change the fleet's size (identity.py), and during the pause there is no node. So a
-state machine changes the size, in steps that are written here. A node starts the machine and sets the length of the
+state machine changes the size; its steps are written here. A node starts the state machine and sets the length of the
 pause.
 """
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from gpufleet.infra.program.resources.machine import AGAIN, MODIFY_FLEET
 
-LEAVE_S = 300  # seconds for the nodes to upload and end, before AWS ends those that remain
+LEAVE_S = 300  # seconds in which nodes can upload and end by themselves, before AWS ends those that remain
 
 
 def steps(fleet: str, nodes: int) -> dict[str, Any]:
-    """The steps: first no node is replaced any more; then remaining nodes are ended; after the pause that a node has
-    set, AWS is asked for all nodes. If the fleet no longer exists by then, the run has ended.
+    """The steps. First, the fleet stops replacing nodes. Second, the remaining nodes are ended. Third, after the pause
+    that a node has set, all nodes are requested from AWS. If the fleet no longer exists by then, the run has ended.
     """
 
     def sized(nodes: int, excess: str, after: dict[str, Any]) -> dict[str, Any]:

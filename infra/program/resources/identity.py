@@ -2,10 +2,9 @@
 only one role, which has fewer rights than the node (resources/stop.py).
 
 A node can end its fleet but not change it, because ModifyFleet has no condition on the number of nodes. A node can
-delete only checkpoints, so that the records of what earlier attempts spent stay, which the caps count.
-
-The runs of a stack share only compiled graphs, and every node may replace them. Since later nodes run this code, a node
-trusts the nodes of earlier runs.
+delete only checkpoints. So it cannot delete the records of what earlier attempts spent, which the meter reads for the
+caps. The runs of a stack share only compiled graphs, and every node may replace them. Since later nodes run this code,
+a node trusts the nodes of earlier runs.
 
 The condition on ListBucket also affects HEAD and GET: for a key that does not exist, S3 answers 403, not 404.
 """
@@ -43,7 +42,7 @@ LOG_RETENTION_DAYS = (
 
 
 class Identity(pulumi.ComponentResource):
-    """Log group, role, inline policy and instance profile. `ready`: what must exist before a node boots."""
+    """Log group, role, inline policy and instance profile. `ready`: resources that must exist before a node boots."""
 
     log_group: aws.cloudwatch.LogGroup
     profile: aws.iam.InstanceProfile
@@ -66,7 +65,8 @@ class Identity(pulumi.ComponentResource):
         labels = tags(definition)
         self.log_group = aws.cloudwatch.LogGroup(
             f"gpufleet-{definition.name}",
-            retention_in_days=log_retention(definition.storage.keep.days),  # the provider's default keeps logs for ever
+            # by default the provider keeps logs for ever
+            retention_in_days=log_retention(definition.storage.keep.days),
             tags=labels,
             opts=child,
         )
@@ -84,9 +84,9 @@ class Identity(pulumi.ComponentResource):
             policy=pulumi.Output.all(bucket_arn, self.log_group.arn, schedule_arn, stop_role_arn, topic_arn).apply(
                 lambda arns: json.dumps({"Version": "2012-10-17", "Statement": node_statements(definition, *arns)})
             ),
-            # Each run gets its own policy, and the old one is removed after the old fleet. If the policy were changed
-            # in place, an old node would lose its rights during the upload (or for good if `up` fails), even the right
-            # to end its fleet.
+            # Each run has a policy of its own, and the policy of the old run is removed after the old fleet. If the
+            # policy were changed in place, a node of the old run would lose its rights while `up` uploads the new run's
+            # files, and for good if `up` fails. It would even lose the right to end its fleet.
             opts=pulumi.ResourceOptions(parent=self, replacement_trigger=definition.run.id),
         )
         self.profile = aws.iam.InstanceProfile(f"gpufleet-{definition.name}", role=role.name, tags=labels, opts=child)
@@ -159,14 +159,15 @@ def node_statements(
             "Resource": f"{log_group_arn}:*",
         },
         {
-            # for the fleet's history, which shows who ended a node, AWS or the owner: AWS bills these cases differently
+            # This right is for the fleet's history, which shows whether AWS or the owner ended a node. AWS bills these
+            # cases differently.
             "Sid": "OwnFleet",
             "Effect": "Allow",
             "Action": ["ec2:DeleteFleets", "ec2:DescribeFleetHistory", "ec2:TerminateInstances"],
             "Resource": [f"arn:aws:ec2:{definition.fleet.region}:*:{kind}/*" for kind in ("fleet", "instance")],
             "Condition": {"StringEquals": owned(definition)},
         },
-        # such a fleet can only be deleted together with its nodes
+        # an instant fleet can only be deleted together with its nodes
         *([] if definition.fleet.market.replaces else [with_its_nodes()]),
         {
             "Sid": "MoveTheHour",
@@ -191,7 +192,8 @@ def node_statements(
             "Resource": "*",
         },
         {
-            # the rights that a shell needs: AmazonSSMManagedInstanceCore without its right to read every parameter
+            # The rights that a shell needs. They are those of AmazonSSMManagedInstanceCore, without the right to read
+            # every parameter.
             "Sid": "SessionManager",
             "Effect": "Allow",
             "Action": [
@@ -233,7 +235,7 @@ def log_retention(days: int) -> int:
 
 
 def one_or_all(values: list[str]) -> str | list[str]:
-    """The list, or its value if there is only one: AWS's policy language allows both."""
+    """The list; if it has only one value, this value alone. AWS's policy language allows both."""
     return values[0] if len(values) == 1 else values
 
 
@@ -252,7 +254,9 @@ def _private_images(definition: StackDefinition) -> list[dict[str, Any]]:
 
 
 def _secrets(definition: StackDefinition) -> list[dict[str, Any]]:
-    """The right to read the job's secrets, and no others. A customer key needs its own right; keys of AWS need none."""
+    """The right to read the job's secrets, and no others. A secret that is encrypted with a customer key also needs a
+    right on this key; with AWS's own key it needs none.
+    """
     region, key = definition.fleet.region, definition.account.kms_key
     secret = dict.fromkeys(name for part in definition.parts for name in secrets_needed(part.job.parameters).values())
     named = [*secret, *filter(None, [definition.notify.webhook])]
@@ -280,7 +284,7 @@ def _secrets(definition: StackDefinition) -> list[dict[str, Any]]:
 
 
 def _own_key(definition: StackDefinition) -> list[dict[str, Any]]:
-    """The right to use the key in the definition file, only through S3."""
+    """The right to use the key in the definition file, but only through S3."""
     if definition.account.kms_key is None:
         return []
     return [
@@ -296,8 +300,8 @@ def _own_key(definition: StackDefinition) -> list[dict[str, Any]]:
 
 def _foreign_prefix(sid: str, uri: str) -> list[dict[str, Any]]:
     """The right to read one prefix of somebody's bucket. A node takes file names from a manifest, and does not list the
-    bucket. It may list only so that S3's answer shows whether a file is missing, which ends the run, or may not be
-    read, so that every node tries again.
+    bucket. The node has the right to list only because S3's answers then distinguish two cases: a file is missing,
+    which ends the run, or a file may not be read, and then every node tries again.
     """
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     path, arn = f"{prefix.strip('/')}/*" if prefix.strip("/") else "*", f"arn:aws:s3:::{bucket}"

@@ -15,15 +15,16 @@ from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program.resources.stop import FleetStop
 from gpufleet.infra.program.resources.tags import tags
 
-# AWS SDK integrations (Step Functions guide, 2026-11)
+# The AWS SDK integrations that the steps use (Step Functions guide, 2026-11).
 MODIFY_FLEET, PUBLISH = "arn:aws:states:::aws-sdk:ec2:modifyFleet", "arn:aws:states:::aws-sdk:sns:publish"
-# all retries together last 42 minutes
+# All retries together take 42 minutes.
 AGAIN = {"ErrorEquals": ["States.ALL"], "IntervalSeconds": 10, "MaxAttempts": 8, "BackoffRate": 2.0}
 
 
 class FleetMachine(pulumi.ComponentResource):
-    """A state machine that sets a fleet's size in `steps`, and its role. A node starts the machine. Its name is that of
-    the run's schedule group, which nodes know, followed by `part`. `kind`: the component's type.
+    """A state machine that sets a fleet's size in `steps`, and the machine's role. A node starts the machine. The
+    machine's name is the name of the run's schedule group, which nodes know, followed by `part`. `kind`: the
+    component's type.
     """
 
     machine: aws.sfn.StateMachine
@@ -43,7 +44,7 @@ class FleetMachine(pulumi.ComponentResource):
         permissions_boundary: pulumi.Input[str] | None = None,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`steps`: makes the machine's definition from the fleet's id and its number of nodes."""
+        """`steps`: a function that makes the machine's definition from the fleet's id and its number of nodes."""
         super().__init__(f"gpufleet:infra:{kind}", name, None, opts)
         self.machine = state_machine(
             name,
@@ -77,7 +78,7 @@ def state_machine(
     part: str = "",
 ) -> aws.sfn.StateMachine:
     """A state machine with these steps, and a role that may change this fleet and publish to the topic. If `named` is
-    None, the engine chooses the name. `part`: distinguishes the machines of a run that has several.
+    None, the engine chooses the name. `part`: a word that distinguishes the machines, if a run has several of them.
     """
     child, labels = pulumi.ResourceOptions(parent=parent), tags(definition)
     own = aws.iam.Role(

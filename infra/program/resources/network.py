@@ -1,10 +1,9 @@
-"""The network of nodes: a VPC of their own with one public subnet per zone, S3 without a NAT, and nothing reachable
-from outside; or the VPC that the file names, whose subnets and routes stay unchanged. The stack always has its own
-security group for the nodes.
-
-Subnets are public because a NAT gateway costs more than a small GPU's disk. Nothing listens, and the security group has
-no ingress rule, except between several nodes of one run. Nodes that use all of their network cards are in a private
-subnet behind a NAT gateway, because AWS gives no public address to a node with several interfaces.
+"""The network of the nodes. By default it is a VPC of their own. It has one public subnet in each zone and a gateway to
+S3, and nothing in it can be reached from outside. If the file names a VPC, its subnets and routes stay unchanged. The
+stack always has its own security group for the nodes. Subnets are public because a NAT gateway costs more than a small
+GPU's disk. No process on a node listens, and the security group has no ingress rule, except between several nodes of
+one run. Nodes that use all of their network cards are in a private subnet behind a NAT gateway, because AWS gives no
+public address to a node with several interfaces.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from gpufleet.infra.definition.model import StackDefinition, is_zone_id
 from gpufleet.infra.program.resources.tags import named, tags
 
 VPC_CIDR = ipaddress.IPv4Network("10.0.0.0/16")
-# The default policy of gateway endpoints allows everything. It is stated here to show that this is wanted: image layers
-# and packages also come from other people's buckets.
+# The default policy of gateway endpoints allows everything. It is stated here to show that it is intended, because
+# image layers and packages come from other people's buckets too.
 OPEN_POLICY = json.dumps(
     {"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Principal": "*", "Action": "*", "Resource": "*"}]}
 )
@@ -31,16 +30,16 @@ OPEN_POLICY = json.dumps(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenVpc:
-    """A network from the surrounding program, which takes precedence over that in the file."""
+    """A network from the surrounding program, which takes precedence over the network in the file."""
 
     id: pulumi.Input[str]
-    subnets: Mapping[str, pulumi.Input[str]]  # by zone, one for each of fleet.zones
+    subnets: Mapping[str, pulumi.Input[str]]  # the subnets by zone, one for each of fleet.zones
 
 
 class Network(pulumi.ComponentResource):
-    """VPC, subnets, routes and the nodes' security group. `ready`: what must exist before a node boots."""
+    """VPC, subnets, routes and the nodes' security group. `ready`: resources that must exist before a node boots."""
 
-    subnets: dict[str, pulumi.Input[str]]  # ids by zone
+    subnets: dict[str, pulumi.Input[str]]  # the subnets' ids by zone
     security_group: aws.ec2.SecurityGroup
     ready: list[pulumi.Resource]
 
@@ -63,7 +62,8 @@ class Network(pulumi.ComponentResource):
         self.security_group = aws.ec2.SecurityGroup(
             f"{name}-node",
             vpc_id=vpc_id,
-            description="gpufleet nodes: no ingress, egress 443 only",  # never change it: AWS refuses that
+            # never change this text, because AWS refuses to change it
+            description="gpufleet nodes: no ingress, egress 443 only",
             tags=label,
             opts=child,
         )
@@ -135,8 +135,8 @@ class Network(pulumi.ComponentResource):
                 vpc_id=vpc.id,
                 **_place(zone),
                 cidr_block=subnet_cidr(zone),
-                # The subnet gives the address, so that the template needs no network interface: an interface could
-                # contradict the subnet in a fleet's override.
+                # The subnet gives nodes a public address, so that the template needs no network interface. An interface
+                # could contradict the subnet in a fleet's override.
                 map_public_ip_on_launch=True,
                 tags=named(labels, f"gpufleet-{definition.name}-{zone}"),
                 opts=child,
@@ -199,7 +199,7 @@ class Network(pulumi.ComponentResource):
 
 
 def _place(zone: str) -> dict[str, Any]:
-    """The arguments that place a subnet, by the zone's name or id."""
+    """The arguments that put a subnet into a zone, which is given by its name or its id."""
     return {"availability_zone_id" if is_zone_id(zone) else "availability_zone": zone}
 
 

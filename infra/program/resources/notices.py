@@ -20,9 +20,10 @@ from gpufleet.infra.program.resources.stop import FleetStop, one_time
 from gpufleet.infra.program.resources.tags import tags
 from gpufleet.job.contract.aws import SILENCE
 
-PUBLISH = "arn:aws:scheduler:::aws-sdk:sns:publish"  # a universal target (Scheduler User Guide, read 2026-11-26)
-# Events of nodes lost without a notice, and of reasons why a fleet does not launch (EC2 Fleet event types, read
-# 2026-11-26).
+# the ARN of a universal target (Scheduler User Guide, read 2026-11-26)
+PUBLISH = "arn:aws:scheduler:::aws-sdk:sns:publish"
+# Kinds of events about nodes that are lost without a notice, and about reasons why a fleet launches no nodes (EC2 Fleet
+# event types, read 2026-11-26).
 TOLD_OF_FLEET = (
     "terminated",
     "iamFleetRoleInvalid",
@@ -34,7 +35,7 @@ TOLD_OF_FLEET = (
 
 class NoticesComponent(pulumi.ComponentResource):
     """The topic, its subscription and policy, and the schedule if the run is not over; all must exist before a node
-    boots (`ready`). `declare_for` adds what needs the fleet.
+    boots (`ready`). `declare_for` adds the resources that need the fleet.
     """
 
     topic: aws.sns.Topic
@@ -49,9 +50,9 @@ class NoticesComponent(pulumi.ComponentResource):
         silent_from: datetime | None,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`stop`: gives the schedule its group and role. `silent_from`: the time from which a run without training
-        counts as silent; None if the run is over. The schedule is made before the uploads, because AWS refuses an hour
-        that has passed.
+        """`stop`: the component that has the schedule's group and role. `silent_from`: the time at which the message
+        about silence is sent if no node has trained until then; None if the run is over. The schedule is made before
+        the uploads, because AWS refuses an hour that has passed.
         """
         super().__init__("gpufleet:infra:Notices", name, None, opts)
         self._name, self._definition, self._stop = name, definition, stop
@@ -82,13 +83,13 @@ class NoticesComponent(pulumi.ComponentResource):
         self.register_outputs({})
 
     def told_node(self) -> pulumi.Output[str]:
-        """The node's settings for messages, as JSON."""
+        """The settings that a node needs to send messages, as JSON."""
         notify = self._definition.notify
         settings = {"silent_s": int(notify.silent_hours * 3600), "webhook": notify.webhook or ""}
         return pulumi.Output.json_dumps({"topic": self.topic.arn, **settings})
 
     def declare_for(self, fleets: Sequence[aws.ec2.Fleet]) -> list[pulumi.Resource]:
-        """The rule on the fleets' events, and its target."""
+        """Declares the rule for the fleets' events, and its target."""
         definition = self._definition
         rule = aws.cloudwatch.EventRule(
             f"gpufleet-{definition.name}",
@@ -120,7 +121,7 @@ class NoticesComponent(pulumi.ComponentResource):
             f"Nothing has trained for {silent:g} hours in run {definition.run.id} of {definition.name}: AWS has no "
             f"capacity, a node hangs, or the run cannot begin. What it does now: gpufleet status {definition.name}"
         )
-        # SNS accepts 100 ASCII characters
+        # SNS accepts at most 100 ASCII characters
         subject = f"gpufleet {definition.name}, run {definition.run.id}: nothing trains"
         return one_time(
             f"{self._name}-silence",

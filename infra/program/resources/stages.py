@@ -1,7 +1,9 @@
-"""Begins a later stage of a run: a state machine sets the stage's fleet, declared with size 0, to one node.
+"""Begins a later stage of a run: a state machine sets the size of the stage's fleet, which was declared as 0, to one
+node.
 
 The last node of the stage before starts the machine. A node itself may not change a fleet (identity.py), and the
-machine's only step is written here. So a compromised node can only begin a stage that the run would begin anyway.
+machine's only step is written here. So all that a compromised node can do with it is to begin a stage that the run
+would begin anyway.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from gpufleet.infra.program.resources.machine import AGAIN, MODIFY_FLEET
 
 
 def steps(fleet: str, nodes: int) -> dict[str, Any]:
-    """The only step: it sets the fleet's size. It changes nothing if the fleet already has this size, or no longer
-    exists.
+    """The only step: it sets the fleet's size. The step changes nothing if the fleet already has this size, or no
+    longer exists.
     """
     asked = {"FleetId": fleet, "TargetCapacitySpecification": {"TotalTargetCapacity": nodes}}
     task = {"Type": "Task", "Resource": MODIFY_FLEET, "Parameters": asked, "Retry": [AGAIN], "End": True}

@@ -1,10 +1,10 @@
 """Declares the stop that works outside of the run's own processes: a schedule of EventBridge Scheduler that ends the
 fleet and its nodes.
 
-Its time is the fleet's expiry until a node changes it, and a node sets it only as late as the run's limits pay for
-(job/node/allowance.py). To change the time, a node must pass the role of the schedule (UpdateSchedule replaces
-everything). So this role can end the run's fleet and nodes, and do nothing else: a compromised node gains nothing by
-it. A run's other schedules belong into the same group, each with a role that is just as harmless.
+At first its time is the fleet's expiry. A node changes it to the time at which the run's limits will be reached
+(job/node/allowance.py). To change the time, a node must pass the role of the schedule, because UpdateSchedule replaces
+everything. So this role can end the run's fleet and nodes, and nothing else, and a compromised node cannot use it for
+more. A run's other schedules are in the same group. Each has a role that is just as harmless.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from gpufleet.infra.program.resources.tags import owned, tags
 
 SCHEDULE = "stop"  # the schedule's name within its group
 SERVICE = "scheduler.amazonaws.com"
-END_FLEET = "arn:aws:scheduler:::aws-sdk:ec2:deleteFleets"  # a universal target (Scheduler User Guide, 2026-11-27)
+# the ARN of a universal target (Scheduler User Guide, 2026-11-27)
+END_FLEET = "arn:aws:scheduler:::aws-sdk:ec2:deleteFleets"
 
 
 class FleetStop(pulumi.ComponentResource):
-    """Group and role of a schedule, which must exist before a node boots (`ready`). `declare_for` adds the schedule."""
+    """Group and role of a schedule. Both must exist before a node boots (`ready`). `declare_for` adds the schedule."""
 
     group: aws.scheduler.ScheduleGroup
     role: aws.iam.Role
@@ -41,7 +42,7 @@ class FleetStop(pulumi.ComponentResource):
         permissions_boundary: pulumi.Input[str] | None = None,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`statements`: what the role may do; None for ending the run's fleets and nodes."""
+        """`statements`: the policy statements of the role; None if the role may end the run's fleets and nodes."""
         super().__init__("gpufleet:infra:Stop", name, None, opts)
         self._name, self._definition = name, definition
         child, labels = pulumi.ResourceOptions(parent=self), tags(definition)
@@ -78,8 +79,8 @@ class FleetStop(pulumi.ComponentResource):
             target=END_FLEET,
             input=ids.apply(lambda fleet_ids: json.dumps({"FleetIds": fleet_ids, "TerminateInstances": True})),
             depends_on=self.ready,
-            # The schedule is replaced together with the fleets: if they are those of another run, or made again, its
-            # time may have passed.
+            # The schedule is replaced together with the fleets. If the fleets are those of another run, or are made
+            # again, the time of the old schedule may have passed.
             trigger=ids.apply(lambda fleet_ids: " ".join([self._definition.run.id, *fleet_ids])),
             parent=self,
         )
@@ -144,8 +145,9 @@ def schedule_arn(group_arn: str) -> str:
 
 
 def stop_statements(definition: StackDefinition) -> list[dict[str, Any]]:
-    """Everything that the schedule may do. AWS's pages do not say whether DeleteFleets needs the right to terminate
-    each node, or to terminate without naming one. The first statement covers requests that name an instance.
+    """The statements of everything that the schedule may do. AWS's pages do not say whether DeleteFleets needs the
+    right to terminate each node by its id, or the right to terminate without an id. The first statement covers requests
+    that name an instance.
     """
     region = definition.fleet.region
     return [

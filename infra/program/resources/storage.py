@@ -29,17 +29,18 @@ class Upload:
     """A local file, or a small text, that becomes an object. `name`: the resource's name. `key`: the object's key."""
 
     name: str
-    # the resource's earlier names, which must be stated because they do not follow from its parent
+    # Earlier names of the resource. They must be stated, because they do not follow from the name of its parent.
     earlier: tuple[str, ...] = ()
     key: str
     file: Path | None = None
     text: str | None = None
-    # whether it is a record of the run, which stays in a kept bucket and expires with the run's other objects
+    # Whether the object is a record of the run. A record stays in a kept bucket and expires with the run's other
+    # objects.
     belongs_to_run: bool = False
 
 
 class StorageComponent(pulumi.ComponentResource):
-    """The bucket and its objects. `ready`: what must exist before a node boots."""
+    """The bucket and its objects. `ready`: resources that must exist before a node boots."""
 
     bucket: aws.s3.Bucket
     ready: list[pulumi.Resource]
@@ -54,7 +55,7 @@ class StorageComponent(pulumi.ComponentResource):
         frozen: bool,
         opts: pulumi.ResourceOptions | None = None,
     ) -> None:
-        """`runs`: every run id whose objects must expire. `frozen`: whether the run has begun, so that uploads do not
+        """`runs`: every run id whose objects must expire. `frozen`: whether the run has begun; if so, uploads do not
         change.
         """
         super().__init__("gpufleet:infra:Storage", name, None, opts)
@@ -76,7 +77,8 @@ class StorageComponent(pulumi.ComponentResource):
             restrict_public_buckets=True,
             opts=retained,
         )
-        # S3 answers 409 to settings that are written at the same time, so the other two follow the public-access block
+        # S3 answers 409 if settings are written at the same time, so the other two settings are written after the
+        # public-access block.
         follows = pulumi.ResourceOptions.merge(retained, pulumi.ResourceOptions(depends_on=[closed]))
         encryption = aws.s3.BucketServerSideEncryptionConfiguration(
             f"{name}-encryption",
@@ -89,7 +91,7 @@ class StorageComponent(pulumi.ComponentResource):
                     ),
                     bucket_key_enabled=True
                     if definition.account.kms_key
-                    else None,  # deletes many objects with one request
+                    else None,  # with this option, the provider deletes many objects with one request
                 )
             ],
             opts=retained,
@@ -101,7 +103,8 @@ class StorageComponent(pulumi.ComponentResource):
             opts=follows,
         )
         settings: list[pulumi.Resource] = [closed, encryption, policy]
-        # with rules of somebody else, the provider would wait in vain until there are exactly the declared rules
+        # If the bucket also had rules of somebody else, the provider would wait in vain until the bucket has exactly
+        # the declared rules.
         if keep.lifecycle == "own":
             expiry = aws.s3.BucketLifecycleConfiguration(
                 f"{name}-expiry",
@@ -141,8 +144,9 @@ class StorageComponent(pulumi.ComponentResource):
                 parent=self,
                 aliases=[pulumi.Alias(name=name) for name in upload.earlier],
                 retain_on_delete=upload.belongs_to_run,
-                # Nodes check the hashes of these objects at every boot, so that new code or prices wait for a new run
-                # id. contentBase64 is listed for runs that began when it still declared the archive.
+                # Nodes check the hashes of these objects at every boot, so that new code or new prices are used only
+                # after the run id is changed. contentBase64 is listed because older versions declared the archive by
+                # it.
                 ignore_changes=["key", "source", "contentBase64", "content"] if frozen else None,
             ),
         )
@@ -181,8 +185,9 @@ def _abort_uploads() -> aws.s3.BucketLifecycleConfigurationRuleArgs:
 
 
 def _expire(folder: str, days: int) -> aws.s3.BucketLifecycleConfigurationRuleArgs:
-    """The rule by which a folder's objects expire. Each run has one, not the bucket, because inputs that a stack has
-    declared must not expire while the stack exists. Compiled graphs may expire, since they can be compiled again.
+    """The rule by which a folder's objects expire. Each run has such a rule. The bucket as a whole has none, because
+    inputs that a stack has declared must not expire while the stack exists. Compiled graphs may expire, since they can
+    be compiled again.
     """
     return aws.s3.BucketLifecycleConfigurationRuleArgs(
         id=f"expire-{folder}",

@@ -1,5 +1,5 @@
-"""The tags of everything that a stack owns. Each resource states them, because the provider's default tags do not reach
-a fleet's nodes.
+"""The tags of all resources of a stack. Each resource states them, because the provider's default tags do not reach a
+fleet's nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def own_tags(definition: StackDefinition) -> dict[str, str]:
 
 
 def owned(definition: StackDefinition) -> dict[str, str | list[str]]:
-    """The condition on tags that limits rights to what the run owns. Each of its stages counts as a run."""
+    """The condition on tags that limits a right to resources of the run. For this, each stage is a run of its own."""
     every = [own_tags(part) for part in definition.parts]
     values = {key: [run_tags[key] for run_tags in every] for key in every[0]}
     return {

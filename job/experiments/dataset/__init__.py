@@ -1,1 +1,3 @@
-"""Datasets: text, TinyStories or a seed become hashed token shards. A laptop prepares them, the trainer reads them."""
+"""Datasets: shards of tokens, with hashes, from text, from TinyStories or from a seed. Datasets are prepared on a
+laptop and read by the trainer.
+"""

@@ -22,26 +22,28 @@ from gpufleet.job.experiments.dataset.encodings import foreign, not_utf8
 from gpufleet.job.text import counted
 
 ROLES = ("system", "user", "assistant")
-LEARNED = ("weight", "train", "training")  # keys of the assistant's messages, by the names of OpenAI and axolotl
-OTHERS = {  # other tools' names for these keys
+# keys that say whether to learn an assistant's message, as OpenAI and axolotl name them
+LEARNED = ("weight", "train", "training")
+OTHERS = {  # names of the keys in other tools
     "instruction": ("prompt", "question", "query", "input"),
     "response": ("completion", "answer", "output"),
 }
-SHOWN = 20  # most problems that are printed per file
-GENERATED = (3, 16)  # numbers in a generated list
+SHOWN = 20  # at most this many problems of a file are printed
+GENERATED = (3, 16)  # the least and the most numbers in a generated list
 _HALF = re.compile("[\ud800-\udfff]")
 T = TypeVar("T")
 
 
 class Turn(NamedTuple):
-    """One message. `learned` False: the file excludes this message from the loss."""
+    """One message. `learned`: False if the file excludes this message from the loss."""
 
     role: str
     text: str
     learned: bool = True
 
 
-Conversation = Sequence[Turn]  # a bad character that the decoder reports is no mistake of one line
+# ValueErrors of the decoder are not collected, because a bad character is not a mistake of one line
+Conversation = Sequence[Turn]
 
 
 class Chats(Protocol):
@@ -57,8 +59,8 @@ class JsonlChats:
     """One JSON object per line: `instruction` and `response`, with or without `system`; or `messages` with `role` and
     `content`, with or without `weight`.
 
-    Other keys are ignored. Once the file is read to its end, `left_out` has for each of them the number of lines with a
-    value. Blank lines are skipped.
+    Other keys are ignored. After the file is read to its end, `left_out` has, for each ignored key, the number of lines
+    with a value. Blank lines are skipped.
     """
 
     path: Path
@@ -69,7 +71,7 @@ class JsonlChats:
         return f"chat jsonl: sha256 {hashed(self.path)}"
 
     def conversations(self) -> Iterator[Conversation]:
-        """Raises ValueError like `lines_of`."""
+        """Yields the conversations. Raises ValueError as `lines_of` does."""
         ignored = Counter[str]()
         for tree, conversation in lines_of(self.path, _line, "instruction and response"):
             ignored.update(_left_out(tree))
@@ -104,11 +106,11 @@ class GeneratedPairs:
 
 
 class FormError(ValueError):
-    """The form of the whole file is wrong: another encoding, or another tool's keys on every line."""
+    """The form of the whole file is wrong: it has another encoding, or every line has the keys of another tool."""
 
 
 def hashed(path: Path) -> str:
-    """The sha256 of a file of the user's. Raises ValueError."""
+    """The sha256 of a file that belongs to the user. Raises ValueError."""
     try:
         with progress.shown(f"hashing {path}", path.stat().st_size) as advance:
             return atomic.sha256(path, advance)
@@ -117,8 +119,8 @@ def hashed(path: Path) -> str:
 
 
 def lines_of(path: Path, read: Callable[[bytes], T], wanted: str) -> Iterator[T]:
-    """Yields the result of `read` for each line that is not blank. After a mistake it reads on, and at the end it
-    raises a ValueError with all mistakes and their lines. `wanted`: the keys of a line.
+    """Yields the result of `read` for each line that is not blank. The reading goes on after a mistake, and at the end
+    raises a ValueError with all mistakes and their lines. `wanted`: the keys that a line may have.
     """
     require_lines(path)
     problems: dict[str, list[int]] = {}
@@ -155,7 +157,9 @@ def _repeated_note(lines: list[int]) -> str:
 
 
 def require_lines(path: Path) -> None:
-    """Raises ValueError for a table, one JSON array, or objects over several lines: every line would be a mistake."""
+    """Raises ValueError if the file is a table, one JSON array, or has objects that are longer than a line, because
+    otherwise every line would be reported as a mistake.
+    """
     with path.open("rb") as file:
         begins = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()
         if path.suffix.lower() == ".csv" and not begins.startswith(b"{"):
@@ -166,7 +170,7 @@ def require_lines(path: Path) -> None:
         file.seek(0)
         lines = (line.removeprefix(codecs.BOM_UTF8) for line in file if not is_blank(line))
         first, more = next(lines), next(lines, None)
-    ends = False  # the first line ends before its JSON object does
+    ends = False  # True if the first line ends before its JSON object ends
     if more is not None:
         try:
             json.loads(first)
@@ -192,7 +196,9 @@ def is_blank(line: bytes) -> bool:
 
 
 def require_characters(text: str, path: str) -> None:
-    """Raises ValueError for half of a surrogate pair, which JSON can escape and no tokenizer or file can take."""
+    """Raises ValueError for half of a surrogate pair. JSON can contain it as an escape, but no tokenizer or
+    file can.
+    """
     if (half := _HALF.search(text)) is not None:
         raise ValueError(
             f"{path}: \\u{ord(half[0]):04x} at character {half.start()} is half of a surrogate pair and not a"
@@ -233,7 +239,9 @@ def _conversation(tree: dict[str, Any]) -> Conversation:
 
 
 def _left_out(tree: dict[str, Any]) -> list[str]:
-    """Ignored keys of a line that have a value, each once and printable; keys of a message begin with `messages.`."""
+    """The ignored keys of a line that have a value, each only once and in printable form; keys of a message begin with
+    `messages.`.
+    """
     read = ("messages",) if "messages" in tree else ("system", "instruction", "response")
     entries = [(key, value) for key, value in tree.items() if key not in read]
     for message in tree.get("messages", ()):
@@ -283,7 +291,7 @@ def _messages(messages: Any) -> Conversation:
         if role == "system" and number:
             raise ValueError(f"messages[{number}].role: system only as the first message")
         if role == "system" and not message.get("content"):
-            continue  # an empty `system` beside instruction counts as none
+            continue  # an empty `system` beside `instruction` is ignored
         learned = role != "assistant" or _learned(message, f"messages[{number}].")
         turns.append(Turn(role, text_at(message, "content", f"messages[{number}]."), learned))
     if not turns or turns[-1].role != "assistant":

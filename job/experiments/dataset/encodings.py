@@ -7,7 +7,7 @@ from pathlib import Path
 _UTF16 = "convert the file first: iconv -f UTF-16 -t UTF-8 OLD > NEW"
 _BEGINS = {
     b"\xff\xfe\0\0": "convert the file first: iconv -f UTF-32 -t UTF-8 OLD > NEW",
-    b"\xff\xfe": _UTF16,  # PowerShell's > writes this
+    b"\xff\xfe": _UTF16,  # the > of PowerShell writes files that begin with this
     b"\xfe\xff": _UTF16,
     b"\x1f\x8b": "it is compressed; unpack it first: gunzip",
     b"(\xb5/\xfd": "it is compressed; unpack it first: unzstd",
@@ -21,19 +21,20 @@ _BEGINS = {
     b"\xff\xff\xff\xff": "it is an Arrow stream, as `datasets` keeps one; write it as text first: Dataset.to_json",
     b"\0\x05\x16\x07": "it is a file that macOS keeps beside another: name the file without ._ before its name",
 }
-_NOT_TEXT = frozenset(range(32)) - set(b"\t\n\f\r\x1b")  # control characters, but not those of texts and terminals
-LOOKED_AT = 1 << 16  # characters that are checked
+# control characters, without those that occur in texts and terminals
+_NOT_TEXT = frozenset(range(32)) - set(b"\t\n\f\r\x1b")
+LOOKED_AT = 1 << 16  # number of characters that are checked
 NOISE = 0.01  # a larger share of control characters (0x80 to 0x9f of Unicode too) means that a file is not text
 
 
 def foreign(content: bytes) -> str:
-    """What to do with a file that begins like `content`; empty if the file may be text."""
+    """A sentence about what to do with a file that begins with `content`; empty if the file may be text."""
     return next((todo for begin, todo in _BEGINS.items() if content.startswith(begin)), "")
 
 
 def not_utf8(content: bytes, error: UnicodeDecodeError) -> str:
-    """Why `content`, a file or its first line, cannot be read, and what to do. iconv must be told the file's encoding:
-    otherwise it takes the terminal's, mostly UTF-8, and stops at the same byte.
+    """Why `content`, a file or its first line, cannot be read, and what to do. The advice names the encoding for iconv.
+    Without it, iconv would use the encoding of the terminal, mostly UTF-8, and stop at the same byte.
     """
     todo = "convert the file first, e.g. iconv -f LATIN1 -t UTF-8 OLD > NEW"
     if odd := next((byte for byte in content if byte in _NOT_TEXT), None):
@@ -42,7 +43,9 @@ def not_utf8(content: bytes, error: UnicodeDecodeError) -> str:
 
 
 def require_text(text: str, path: Path) -> None:
-    """Raises ValueError for valid UTF-8 that is not text, such as a compressed file that iconv took for Latin-1."""
+    """Raises ValueError for valid UTF-8 that is not text, such as a compressed file that iconv has converted from
+    Latin-1.
+    """
     begin = text[:LOOKED_AT]
     odd = sum(ord(letter) in _NOT_TEXT or 0x7F <= ord(letter) < 0xA0 for letter in begin)
     if odd > NOISE * len(begin):

@@ -1,8 +1,6 @@
-"""The facts that dataset.json must have for each kind of dataset, because some code needs them. Other facts are for
-people.
-
-A dataset of windows has, beside the files: tokenizer {kind, vocab, id}, tokens {train, validation}, stories {train,
-validation}. The facts of packed rows, characters and rankings are in their own sections below.
+"""The facts that dataset.json must have for each kind of dataset, because some code needs them. Other facts are only
+for people. A dataset of windows has, in addition to the files: tokenizer {kind, vocab, id}, tokens {train, validation},
+stories {train, validation}. The facts of packed rows, characters and rankings are in their own sections below.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ def _all_of(**facts: Callable[[Any], object]) -> Callable[[Fields], None]:
 
 FACTS: Mapping[
     str, Callable[[Fields], object]
-] = {  # first, because a dataset.json without a kind is a dataset of windows
+] = {  # windows come first, because a dataset.json without a kind is a dataset of windows
     "windows": _windows,
     "packed": _all_of(
         **dict.fromkeys(("row", "longest", "most_examples", "rows", "examples", "tokens", "vocab"), reading.several),

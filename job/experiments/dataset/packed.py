@@ -35,18 +35,19 @@ from gpufleet.job.experiments.dataset.shards import write_payload
 from gpufleet.job.text import counted
 
 PROMPTS, TEXTS = "prompts.jsonl", "texts.jsonl"
-BATCH = 1000  # conversations tokenised at once
-RENDERED = 2  # raised when the same file gives other tokens, so that an older dataset is prepared again
-UNCLOSED = 0.1  # if a larger share of examples has no closing token, the model learns not to stop
+BATCH = 1000  # number of conversations that are tokenised at once
+# this version is raised when the code makes other tokens from the same file, so that an older dataset is prepared again
+RENDERED = 2
+UNCLOSED = 0.1  # warns if a larger share of examples has no closing token, because the model would learn not to stop
 
 
 @dataclass(slots=True)
 class _Counts:
-    """Counts of what happened while reading."""
+    """Numbers of examples that were changed or dropped while the source was read."""
 
     truncated: int = 0
-    dropped: int = 0  # examples that lost their whole answer
-    unclosed: int = 0  # examples whose answer lost its end
+    dropped: int = 0  # examples that were cut so short that nothing of the answer is left
+    unclosed: int = 0  # examples whose answer was cut
     unlearned: int = 0  # answers that the file excludes from the loss
     trimmed: int = 0  # turns from which blanks were removed
     examples: list[Example] = field(default_factory=list)
@@ -126,10 +127,12 @@ def prepare_packed(
 
 
 def cut(rendered: Rendered, loss_on: str, longest: int) -> Example:
-    """The first `longest` tokens, and which of them the loss counts: never the first, which nothing predicts."""
+    """The first `longest` tokens, and which of them are included in the loss. The first token never is, because it is
+    not predicted.
+    """
     tokens = np.array(rendered.tokens[:longest], dtype=np.uint32)
     counted = np.array(rendered.answered if loss_on == "response" else rendered.left, dtype=np.bool_)[:longest]
-    counted ^= loss_on == "all"  # everything except excluded answers
+    counted ^= loss_on == "all"  # all tokens except those of excluded answers
     counted[0] = False
     return Example(tokens, counted)
 
@@ -188,7 +191,7 @@ def _facts(
         "held_out_rows": len(rows["validation"]),
         "row": how.row,
         "longest": how.longest,
-        # the most examples in one row
+        # The most examples in one row.
         "most_examples": max(len(row) for split_rows in rows.values() for row in split_rows),
         "loss_on": how.loss_on,
         "packing": how.packing,
@@ -197,7 +200,7 @@ def _facts(
 
 
 def report(manifest: DatasetManifest, say: Callable[[str], None]) -> None:
-    """Prints what the rows contain."""
+    """Prints a report about the rows."""
     f = manifest.facts
 
     def quantity(key: str, noun: str) -> str:

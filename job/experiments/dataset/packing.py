@@ -1,7 +1,6 @@
-"""Packs whole examples into rows, draws rows in an order, and reads them back. No torch.
-
-Packing is first-fit decreasing: examples go, the longest first, into the first row with room; then rows of very many
-short examples trade with rows of few. The files are described in packed.py.
+"""Packs whole examples into rows, puts the rows into a random order, and reads them back, without torch. Packing is
+first-fit decreasing: each example, beginning with the longest, goes into the first row with room for it. Afterwards,
+rows with very many short examples exchange some of them with other rows. packed.py describes the files.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from numpy.typing import NDArray
 from gpufleet.job.contract.inputs import DatasetManifest
 from gpufleet.job.experiments.dataset.shards import HEADER, read_header
 
-MOST_EXAMPLES = (1 << 15) - 1  # most examples in a row: as many as a mark can count
-# a row trades if it has more than CROWDED examples, and more than CROWDED_MEANS times the mean
+MOST_EXAMPLES = (1 << 15) - 1  # a row has at most this many examples, because a mark cannot hold a larger number
+# A row exchanges examples if it has more than CROWDED of them, and more than CROWDED_MEANS times the mean.
 CROWDED, CROWDED_MEANS = 32, 3
 GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64 (Steele, Lea, Flood 2014)
 Split = Literal["train", "validation"]
@@ -27,7 +26,7 @@ Ids = NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One tokenised conversation. `counted`: the tokens whose prediction the loss counts."""
+    """One tokenised conversation. `counted`: the tokens whose prediction is included in the loss."""
 
     tokens: Ids
     counted: NDArray[np.bool_]
@@ -40,19 +39,19 @@ class Packing:
     row: int  # tokens per row
     longest: int  # tokens per example; the rest is cut off
     loss_on: Literal["response", "all"] = "response"
-    held_out: float = 0.01  # share of the examples
-    packing: bool = True  # False: one padded example per row
-    prompts: int = 0  # held-out questions to keep
-    texts: bool = False  # keep the conversations of each training row, so that training can tokenise them
-    seed: int = 0  # for the choice of held-out examples
+    held_out: float = 0.01  # the share of the examples that is held out for validation
+    packing: bool = True  # False for one padded example per row
+    prompts: int = 0  # number of held-out questions to keep
+    texts: bool = False  # whether to keep the conversations of each training row, so that training can tokenise them
+    seed: int = 0  # seed of the random choice of held-out examples
 
     def words(self) -> str:
-        """Everything on which the rows depend, for the name of the source."""
+        """Words that name everything on which the rows depend. These words are part of the source's name."""
         return ", ".join(f"{key} {getattr(self, key)}" for key in self.__slots__)
 
 
 def held_out_of(count: int, share: float) -> int:
-    """How many of `count` examples are kept for validation."""
+    """How many of `count` examples are held out for validation."""
     return max(1, round(count * share))
 
 
@@ -92,11 +91,11 @@ def first_fit_decreasing(lengths: NDArray[np.int64], row: int) -> NDArray[np.int
 
 
 def evened(lengths: NDArray[np.int64], row_of: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The row of each example after exchanges that keep each row's length. After them few rows have many more examples
-    than the mean. The row with the most examples decides how much the attention kernel launches for all rows, and
-    first-fit decreasing puts the shortest examples together in the last rows. A crowded row trades several of its
-    shortest examples for one example with exactly as many tokens, from a row with room for more examples. If there is
-    no such example, the row stays crowded. If no row is crowded, nothing moves.
+    """The row of each example after exchanges that keep each row's length. After these, only few rows have many more
+    examples than the mean. This is useful because the row with the most examples decides how much work the attention
+    kernel launches for all rows, and first-fit decreasing puts the shortest examples together into the last rows. A
+    crowded row gives several of its shortest examples for one example with exactly as many tokens, from a row that may
+    have more examples. If there is no such example, the row stays crowded. If no row is crowded, nothing moves.
     """
     counts = np.bincount(row_of)
     most = max(CROWDED, math.ceil(CROWDED_MEANS * len(lengths) / len(counts)))
@@ -105,10 +104,10 @@ def evened(lengths: NDArray[np.int64], row_of: NDArray[np.int64]) -> NDArray[np.
         return row_of
     row_of = row_of.copy()
     by_row, ends = np.lexsort((lengths, row_of)), np.cumsum(counts)
-    members = [by_row[ends[row] - counts[row] : ends[row]] for row in crowded]  # shortest first
+    members = [by_row[ends[row] - counts[row] : ends[row]] for row in crowded]  # the shortest examples first
     alike = np.argsort(lengths, kind="stable")
     edges = np.searchsorted(lengths[alike], np.arange(int(lengths.max()) + 2))
-    asked = edges[:-1].copy()  # for each length, the next example in `alike`; no example is used twice
+    asked = edges[:-1].copy()  # the next example in `alike` for each length, so that no example is used twice
     for row, own in zip(crowded, members, strict=True):
         gone, upto = 0, np.concatenate([[0], np.cumsum(lengths[own])])
         run = int(counts[row]) - most + 1
@@ -124,7 +123,7 @@ def evened(lengths: NDArray[np.int64], row_of: NDArray[np.int64]) -> NDArray[np.
                     counts[there] += run - 1
                     counts[row] -= run - 1
                     gone += run
-                    run = int(counts[row]) - most + 2  # as many of the other examples as needed
+                    run = int(counts[row]) - most + 2  # as many of the other examples as are needed
                     break
             run -= 1
     return row_of
@@ -140,21 +139,23 @@ def order(seed: int, salt: int, count: int) -> NDArray[np.int64]:
 
 
 class PackedRows:
-    """One split of a packed dataset, in host memory. Raises ValueError for another kind or a damaged shard."""
+    """One split of a packed dataset, in host memory. Raises ValueError for another kind of dataset, or for a damaged
+    shard.
+    """
 
     def __init__(self, folder: Path, manifest: DatasetManifest, split: Split) -> None:
         if manifest.kind != "packed":
             raise ValueError(f"{folder}: a dataset of {manifest.kind}, this experiment needs packed rows; prepare it")
         names = manifest.train if split == "train" else manifest.validation
         self.row = int(manifest.facts["row"])
-        self.tokens = _load([folder / name for name in names], self.row)  # [rows, T]
+        self.tokens = _load([folder / name for name in names], self.row)  # tokens as [rows, T]
         self.marks = _load([folder / f"marks_{name}" for name in names], self.row)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def counted(self, rows: NDArray[np.int64]) -> int:
-        """The number of targets in these rows that the loss counts."""
+        """The number of targets in these rows that are included in the loss."""
         return int((self.marks[rows] & 1).sum())
 
 

@@ -32,9 +32,9 @@ from gpufleet.job.experiments.dataset.sources import Source
 from gpufleet.job.experiments.dataset.tokenizer import Gpt2, Tokenizer, Words
 
 MANIFEST = inputs.DATASET
-HELD_OUT = 0.01  # share of a text's stories, from its end, for validation
+HELD_OUT = 0.01  # the share of a text's stories that is held out for validation; these are its last stories
 SHARD_TOKENS = 1 << 25
-BATCH = 1000  # stories tokenised at once
+BATCH = 1000  # number of stories that are tokenised at once
 
 
 def read_manifest(folder: Path) -> DatasetManifest:
@@ -52,9 +52,9 @@ def checked(folder: Path) -> DatasetManifest:
 def prepare(
     folder: Path, source: Source, *, model_vocab: int, say: Callable[[str], None] = lambda line: None
 ) -> DatasetManifest:
-    """The prepared dataset in `folder`, which is made if it does not exist. It appears whole or not at all.
-
-    Raises ValueError: empty text, not UTF-8, a vocabulary larger than the model's, too few stories to hold any out.
+    """The prepared dataset in `folder`, which is made if it does not exist. The dataset appears complete or not at all.
+    Raises ValueError if the text is empty or not UTF-8, if the vocabulary is larger than that of the model, or if there
+    are too few stories to hold any out.
     """
     tokenizer, kind, tokenizer_id = source.tokenizer()
     if tokenizer.vocab > model_vocab:
@@ -84,8 +84,8 @@ def publish(
     say: Callable[[str], None] = lambda line: None,
 ) -> DatasetManifest:
     """A prepared dataset of any kind in `folder`: the files that `write` puts into the temporary folder passed to it,
-    and a dataset.json that lists every file with its hash. The dataset appears whole or not at all; an identical
-    dataset that exists stays. `facts` (JSON) is read after `write` has run. Raises ValueError when `folder` holds
+    and a dataset.json that lists every file with its hash. The dataset appears complete or not at all; an existing
+    identical dataset stays. `facts` (JSON) is read after `write` has run. Raises ValueError if `folder` contains
     something else.
     """
     existing_dataset(folder)
@@ -98,7 +98,7 @@ def publish(
 
 
 def describe(manifest: DatasetManifest) -> str:
-    """One line for people."""
+    """One line about the dataset, for people."""
     size, facts = f"{manifest.bytes / 1e6:.1f} MB", manifest.facts
     if manifest.kind != "windows":
         words = ", ".join(
@@ -106,7 +106,8 @@ def describe(manifest: DatasetManifest) -> str:
             for name, value in facts.items()
             if isinstance(value, int | float) or (isinstance(value, str) and value not in manifest.source)
         )
-        source = re.sub(r"(?<=sha256 [0-9a-f]{12})[0-9a-f]+", "", manifest.source)  # enough for people
+        # the first digits of a hash are enough for people
+        source = re.sub(r"(?<=sha256 [0-9a-f]{12})[0-9a-f]+", "", manifest.source)
         return f"{manifest.kind} from {source}: {words}; {size}"
     tokenizer = facts["tokenizer"]
     return (
@@ -117,7 +118,7 @@ def describe(manifest: DatasetManifest) -> str:
 
 def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[[str], None]) -> DatasetManifest:
     """Fills a temporary folder, writes dataset.json from the fields of `fill`, and moves the folder to its place."""
-    place = folder.resolve()  # a link stays a link, perhaps to a larger disk
+    place = folder.resolve()  # the link's target is replaced, so that a link, perhaps to a larger disk, stays a link
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{place.name}.", dir=place.parent) as scratch:
         made = Path(scratch) / "dataset"
@@ -127,7 +128,8 @@ def _appear(folder: Path, fill: Callable[[Path], dict[str, Any]], say: Callable[
         files = [asdict(file) for file in inputs.hashed(paths, made)]
         tree = json.dumps({"schema": 1, **fields, "files": files}, indent=1)
         atomic.write_bytes(made / MANIFEST, f"{tree}\n".encode())
-        # checked only now, because another preparation may have finished; only folders of this kind are replaced
+        # This is checked only now, because another preparation may have finished meanwhile. Only folders of datasets
+        # are replaced.
         existing = existing_dataset(folder)
         if existing is not None and existing.sha256 == atomic.sha256(made / MANIFEST):
             say(f"{folder} is prepared already: {describe(existing)}")
@@ -175,7 +177,7 @@ def _read_existing(folder: Path) -> DatasetManifest:
 
 
 def _strangers(folder: Path, manifest: DatasetManifest) -> list[str]:
-    """Files that somebody else put there; hidden files, which file managers make, do not count."""
+    """Files in the folder that gpufleet did not write, except hidden files, which file managers make."""
     own = {MANIFEST, *(file.name for file in manifest.files)}
     names = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
     return [name for name in names if name not in own and not name.rpartition("/")[2].startswith(".")]
@@ -206,7 +208,7 @@ def _write(folder: Path, source: Source, tokenizer: Tokenizer, kind: str, tokeni
 
 
 def _write_split(folder: Path, split: str, texts: list[str], tokenizer: Tokenizer) -> tuple[list[str], int]:
-    """Writes the shards of one split: (names, tokens)."""
+    """Writes the shards of one split; returns their names, and the number of tokens."""
     names: list[str] = []
     total = 0
     with progress.shown(f"tokenising the {split} split", len(texts), "stories") as advance:

@@ -16,10 +16,11 @@ C = TypeVar("C", bound=JobConfig)
 class PreparedDataset(Dataset[C]):
     """A folder with a dataset.json, written by prepare.py."""
 
-    arguments: ClassVar[dict[str, str]] = {}  # data.source -> the argument of `gpufleet prepare` for it
+    arguments: ClassVar[dict[str, str]] = {}  # the argument of `gpufleet prepare`, by data.source
 
     def accept(self, folder: Path, supplied: Given) -> DatasetManifest:
-        from gpufleet.job.experiments.dataset import prepare  # imported here: a bill asks this class but reads no data
+        # imported here, because a bill uses this class but reads no data
+        from gpufleet.job.experiments.dataset import prepare
 
         manifest = prepare.checked(folder)
         supplied.say(f"{folder} is prepared already: {prepare.describe(manifest)}")

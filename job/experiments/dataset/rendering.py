@@ -1,10 +1,11 @@
 """Turns conversations into token ids: chat templates, and the tokenizers that fit these templates.
 
-A template is data: the special tokens that open and close a turn. Contents are tokenised on their own, so that text can
-never become a special token (added tokens that are not special, like Qwen3's `<think>`, are read as such); because the
-pieces around a content end or begin with a line break or a special token, byte-level BPEs give the same ids as for the
-joined text (unless ChatML's content begins with a line break: then the ids are those of a generated answer that begins
-with a line break). Nothing is added to the data: no default system prompt, no date, no empty thoughts.
+A template is only data: the special tokens that open and close a turn. The content of a turn is tokenised separately,
+so that text can never become a special token. (Added tokens that are not special, like Qwen3's `<think>`, are still
+read as tokens.) The text before a content ends, and the text after it begins, with a line break or a special token. So
+byte-level BPEs give the same ids as for the joined text. The only exception is content in ChatML that begins with a
+line break; its ids are those of a generated answer that begins with a line break. Nothing is added to the data: no
+default system prompt, no date, no empty thoughts.
 
 `tokenizers` is imported only for a tokenizer.json. User mistakes raise ValueError.
 """
@@ -25,13 +26,13 @@ from gpufleet.job.experiments.dataset.tokenizer import Words
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Template:
-    """How a family of models writes a conversation. `<|` begins a special token, `{role}` is filled in."""
+    """How a family of models writes a conversation. Special tokens begin with `<|`, and `{role}` is replaced."""
 
     name: str
     begin: tuple[str, ...]
-    header: tuple[str, ...]  # before a turn's content
+    header: tuple[str, ...]  # the tokens before a turn's content
     end: str  # the special token that closes a turn; generation stops at it
-    gap: str  # between turns
+    gap: str  # the text between turns
     trims: bool  # whether blanks around a turn's content are removed, as the family's own template does
 
     @property
@@ -53,11 +54,11 @@ _CHATML = Template(  # Qwen documentation, "chat template" (2025-04)
     name="chatml", begin=(), header=("<|im_start|>", "{role}\n"), end="<|im_end|>", gap="\n", trims=False
 )
 CHAT_TEMPLATE = "chat_template.jinja"
-TEMPLATES = {"llama": _LLAMA3, "qwen2": _CHATML, "qwen3": _CHATML}  # by model.family
+TEMPLATES = {"llama": _LLAMA3, "qwen2": _CHATML, "qwen3": _CHATML}  # the template by model.family
 
 
 def jinja(template: Template) -> str:
-    """The template in Jinja for `transformers`: its prompts have the form of the data."""
+    """The template in Jinja for `transformers`: prompts made with it have the form of the data."""
     before, after = "".join(template.header).split("{role}")
     gap, asked = json.dumps(template.gap), json.dumps(template.gap + before + "assistant" + after)
     content = 'message["content"]' + (" | trim" if template.trims else "")
@@ -70,7 +71,7 @@ def jinja(template: Template) -> str:
 
 
 def chat_template(folder: Path) -> str:
-    """The chat template of the weights in `folder`; "" if there is none."""
+    """The chat template of the weights in `folder`; empty if there is none."""
     try:
         return (folder / CHAT_TEMPLATE).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -78,7 +79,9 @@ def chat_template(folder: Path) -> str:
 
 
 def foreign(template: Template, folder: Path) -> bool:
-    """Whether the weights in `folder` have another form of chat template, without the closing token of `template`."""
+    """Whether the weights in `folder` come with a different chat template, which does not contain the closing token of
+    `template`.
+    """
     theirs = chat_template(folder)
     return theirs != "" and template.end not in theirs
 
@@ -92,12 +95,14 @@ def tokenizer_of(weights: Path | None, tokenizer: Path | None = None) -> Path | 
         return tokenizer
     if tokenizer is not None and tokenizer.is_file() and tokenizer.read_bytes() != beside.read_bytes():
         raise ValueError(f"{tokenizer} is not {beside}, the tokenizer of the base weights; leave out --tokenizer")
-    # opening a missing file raises the clearer error
+    # A missing file is not handled here, because opening it raises a clearer error.
     return tokenizer if tokenizer is not None and not tokenizer.is_file() else beside
 
 
 class ChatTokenizer(Protocol):
-    """The methods that rendering and sampling need. `files` go into the prepared dataset, for `open_chat_tokenizer`."""
+    """The methods that rendering and sampling need. `files` are written into the prepared dataset, from where
+    `open_chat_tokenizer` reads them.
+    """
 
     @property
     def kind(self) -> str: ...
@@ -132,9 +137,10 @@ class FileTokenizer:
             raise ValueError(
                 f"{file}: cannot be read ({error.strerror}); it belongs beside the base weights"
             ) from error
-        except Exception as error:  # the package has no narrower error
+        except Exception as error:  # the package raises no more specific error
             raise ValueError(f"{file}: not a tokenizer.json ({error})") from error
-        self._bpe.encode_special_tokens = True  # as plain text: only a template writes special tokens
+        # special tokens in texts are tokenised as plain text, because only the template may write special tokens
+        self._bpe.encode_special_tokens = True
         self._bpe.no_truncation()
         self._bpe.no_padding()
         self.file = file
@@ -146,14 +152,16 @@ class FileTokenizer:
         return {"tokenizer.json": self._content}
 
     def special(self, name: str) -> int:
-        """The special token's id. Raises ValueError if the tokenizer lacks it, because it is another family's."""
+        """The special token's id. Raises ValueError if the tokenizer lacks it, because it then belongs to another
+        family.
+        """
         token_id = self._bpe.token_to_id(name)
         if token_id is None:
             raise ValueError(f"{self.file}: no token {name}, which the chat template needs; is model.family right?")
         return int(token_id)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of many texts, over all cores; without offsets, which nothing needs."""
+        """The ids of many texts, computed on all cores. Offsets are left out, because they are not needed."""
         return [encoding.ids for encoding in self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -192,7 +200,7 @@ class WordTokenizer:
         return {"words.json": (json.dumps(tree, ensure_ascii=False) + "\n").encode()}
 
     def special(self, name: str) -> int:
-        """The special token's id; raises ValueError for another template's token."""
+        """The special token's id; raises ValueError if the token belongs to another template."""
         if name not in self._specials:
             raise ValueError(f"words were made for another chat template: no token {name}; prepare the dataset again")
         return self._specials.index(name)
@@ -213,7 +221,9 @@ def open_chat_tokenizer(kind: str, folder: Path) -> ChatTokenizer:
 
 
 class Rendered(NamedTuple):
-    """A conversation in ids; the places of answers to learn (with their end), and of those that the loss excludes."""
+    """A conversation in ids; the places of the answers to learn (including their closing tokens), and of the answers
+    that are excluded from the loss.
+    """
 
     tokens: list[int]
     answered: list[bool]
@@ -231,7 +241,7 @@ class Renderer:
         self._headers = {role: self._header(role) for role in ROLES}
 
     def render(self, conversations: Sequence[Conversation]) -> list[Rendered]:
-        """Whole conversations in ids; contents are tokenised together."""
+        """The ids of whole conversations. All contents are tokenised in one call."""
         contents = iter(self._contents(conversations))
         rendered = []
         for conversation in conversations:
@@ -247,7 +257,7 @@ class Renderer:
         return rendered
 
     def prompt(self, conversation: Conversation) -> list[int]:
-        """The conversation's ids up to the assistant's last turn."""
+        """The ids of the conversation before the content of the assistant's last turn."""
         asked = self.render([conversation[:-1]])[0].tokens
         return asked + self._gap + self._headers["assistant"]
 

@@ -46,18 +46,18 @@ class FetchError(ValueError):
 
 
 def fetch(url: str, path: Path, *, first_bytes: int | None = None, total_bytes: int | None = None) -> Path:
-    """Makes `path` contain the file, or at least its first `first_bytes` (the whole file if that is shorter).
-    `total_bytes` is the size that the whole file must have on the server. A path must always be fetched whole, or
-    always by its beginning. Raises FetchError.
+    """Makes `path` contain the file, or at least its first `first_bytes` (the whole file if it is shorter).
+    `total_bytes`: the size that the whole file must have on the server. For one path, all calls must fetch the whole
+    file, or all must fetch only its beginning. Raises FetchError.
     """
     if path.exists() and (first_bytes is None or path.stat().st_size >= first_bytes):
         return path
-    import http.client  # imported here: this takes 20 ms, and a bill, which imports this module, downloads nothing
+    import http.client  # imported here, because it takes 20 ms, and a bill imports this module but downloads nothing
     import urllib.error
 
     path.parent.mkdir(parents=True, exist_ok=True)
     part, note = path.with_name(path.name + ".part"), path.with_name(path.name + ".part.json")
-    if path.exists():  # a shorter part of the same file
+    if path.exists():  # an earlier call has fetched a shorter part of the same file
         path.replace(part)
     try:
         _continue(url, part, note, first_bytes, total_bytes)
@@ -78,14 +78,17 @@ def _continue(url: str, part: Path, note: Path, first_bytes: int | None, total_b
     have = part.stat().st_size if known.get("etag") else 0
     wanted = min((size for size in (first_bytes, known.get("bytes")) if size is not None), default=None)
     if have and wanted is not None and have >= wanted:
-        return  # the file is complete, though an earlier attempt could not note that: a request past the end gives 416
+        # 416 means that the request begins at the end of the file: the file is complete, but an earlier attempt was
+        # killed before it could rename it
+        return
     headers = {"User-Agent": "gpufleet"}
     if have or first_bytes:
         headers["Range"] = f"bytes={have}-{first_bytes - 1 if first_bytes else ''}"
     if have:
         headers["If-Range"] = known["etag"]
     with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_S) as answer:
-        if answer.status != 206:  # the whole file comes: the server has no ranges, or the file has changed since
+        # the server sends the whole file, because it does not support ranges, or because the file has changed
+        if answer.status != 206:
             have = 0
         size, wanted = _sizes(answer, first_bytes)
         if total_bytes is not None and size is not None and size != total_bytes:
@@ -104,7 +107,9 @@ def _continue(url: str, part: Path, note: Path, first_bytes: int | None, total_b
 
 
 def _sizes(answer: http.client.HTTPResponse, first_bytes: int | None) -> tuple[int | None, int | None]:
-    """(bytes of the whole file, bytes that must be on the disk at the end); None if the server does not give them."""
+    """Returns the bytes of the whole file, and the bytes that must be on the disk at the end; None if the server does
+    not send them.
+    """
     size: int | None = None
     if answer.status == 206:
         total = answer.headers.get("Content-Range", "").rpartition("/")[2]
@@ -116,9 +121,10 @@ def _sizes(answer: http.client.HTTPResponse, first_bytes: int | None) -> tuple[i
     return size, min(size, first_bytes)
 
 
-TINYSTORIES_STORY_BYTES = 1000  # the mean is 908 (1.92 GB of 2.12 M stories); a first guess of how much to fetch
+# first guess of the bytes to fetch per story; the mean is 908 (1.92 GB of 2.12 M stories)
+TINYSTORIES_STORY_BYTES = 1000
 OWN_TEXT = "text: sha256 "  # the prefix of every TextFile's name
-Named = tuple[Tokenizer, str, str]  # tokenizer, kind, id
+Named = tuple[Tokenizer, str, str]  # a tokenizer, its kind and its id
 
 
 class Source(Protocol):
@@ -132,7 +138,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:
-    """Small stories from a seed, one id per word."""
+    """Small stories that are generated from a seed; each word has one id."""
 
     count: int
     seed: int
@@ -151,12 +157,12 @@ class Generated:
 
 @dataclass(frozen=True, kw_only=True)
 class TextTokenizer:
-    """GPT-2's BPE if the model's vocabulary is large enough, else bytes. If GPT-2's file is missing, bytes are no
-    substitute: with 257 ids instead of 50,257 the job would differ from the billed job.
+    """GPT-2's BPE if the model's vocabulary is large enough; otherwise bytes. If GPT-2's file is missing, bytes are not
+    used instead, because a job with 257 ids instead of 50,257 would differ from the job in the bill.
     """
 
     model_vocab: int
-    cache: Path  # where fetched files are kept
+    cache: Path  # the folder in which fetched files are kept
     file: Path | None = None  # a tokenizer.json that the user gave
     url: str = GPT2_URL
     say: Callable[[str], None] = field(default=lambda line: None)
@@ -209,7 +215,7 @@ class TextFile:
         try:
             text = content.decode("utf-8-sig").replace(
                 "\r\n", "\n"
-            )  # so that a model need not learn two kinds of line ends
+            )  # line ends are made equal, so that the model does not have to learn two kinds
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.path}: {not_utf8(content, error)}") from error
         require_text(text, self.path)
@@ -224,7 +230,7 @@ class TextFile:
         return texts
 
     def tokenizer(self) -> Named:
-        self.stories()  # a wrong text is reported before anything is downloaded for it
+        self.stories()  # reads the text first, so that a wrong text is reported before a tokenizer is downloaded
         return self.text_tokenizer.choose()
 
     def _content(self) -> bytes:
@@ -268,7 +274,7 @@ class TinyStories:
             whole = len(content) >= self.total_bytes
             texts = split(content.decode(errors="ignore" if not whole else "strict"))
             if not whole:
-                texts = texts[:-1]  # the last one is cut off
+                texts = texts[:-1]  # the last story may be cut off
             if len(texts) >= self.count or whole:
                 return texts[: self.count]
             wanted = min(2 * wanted, self.total_bytes)

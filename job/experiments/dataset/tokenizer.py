@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 END_OF_TEXT = "<|endoftext|>"
 GPT2_VOCAB = 50257
-BYTES_VOCAB = 257  # 256 bytes and the end of a story
+BYTES_VOCAB = 257  # 256 ids for bytes, and one for the end of a story
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """UTF-8 bytes as ids: works for any text, without files."""
+    """UTF-8 bytes as ids. This works for any text, and needs no files."""
 
     vocab = BYTES_VOCAB
     end = 256
@@ -70,8 +70,8 @@ class Words:
         return {word: i for i, word in enumerate(self.words)}
 
     def decode(self, ids: list[int]) -> str:
-        """The text, with blanks between words and none before punctuation; ids beyond the list (the model's table may
-        be larger) become `<unk>`.
+        """The text, with blanks between words and no blanks before punctuation. Ids that are not in the list become
+        `<unk>`, because the model's table may be larger than the list.
         """
         words = [self.words[i] if i < len(self.words) else "<unk>" for i in ids]
         return re.sub(r" ([.,!?;:])", r"\1", " ".join(words))
@@ -85,7 +85,7 @@ class Gpt2:
 
         try:
             self._bpe: Any = Bpe.from_file(str(file))
-        except Exception as error:  # the package has no narrower error
+        except Exception as error:  # the package raises no more specific error
             raise ValueError(f"{file}: not a tokenizer.json ({error})") from error
         self.file = file
         self.vocab: int = self._bpe.get_vocab_size()
@@ -99,7 +99,7 @@ class Gpt2:
         return ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """The ids of many texts, over all cores."""
+        """The ids of many texts, computed on all cores."""
         return [encoding.ids for encoding in self._bpe.encode_batch(texts)]
 
     def decode(self, ids: list[int]) -> str:

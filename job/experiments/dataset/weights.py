@@ -1,11 +1,10 @@
 """Base weights as a run's input: a downloaded folder with a `weights.json`, which lists the folder's files.
 
-Only files that the trainer or the delivery needs are listed. Repositories hold more: Llama's has every weight a second
-time below `original/`, and gpufleet would hash, upload and bill that copy.
-
-`gpufleet prepare` writes the list once, because hashing 16 GB takes a quarter of a minute and previews are many; later
-checks compare sizes, and uploads and downloads hash again. `safetensors` and numpy are imported only to look at
-tensors.
+Only files that the trainer or the delivery needs are listed. Repositories contain more files. That of Llama has every
+weight a second time below `original/`, and without the list gpufleet would hash, upload and bill this copy too.
+`gpufleet prepare` writes the list once, because hashing 16 GB takes a quarter of a minute, and previews are frequent.
+Later checks compare only sizes; uploads and downloads hash the files again. `safetensors` and numpy are imported only
+to look at tensors.
 """
 
 from __future__ import annotations
@@ -23,15 +22,17 @@ from gpufleet.job.contract.inputs import WeightsManifest
 
 MANIFEST = inputs.WEIGHTS
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_ENDINGS, _NAMES = (".json", ".jinja"), ("tokenizer.model", "merges.txt", "vocab.txt")  # settings, tokenizer, template
-_PUBLISHED = {  # by the folder that a file of stacks/ names
+# names of further files: settings, tokenizer, template
+_ENDINGS, _NAMES = (".json", ".jinja"), ("tokenizer.model", "merges.txt", "vocab.txt")
+_PUBLISHED = {  # where the weights are published, by the folder that a file of stacks/ names
     "llama-3.1-8b-instruct": "meta-llama/Llama-3.1-8B-Instruct",
     "qwen3-1.7b": "Qwen/Qwen3-1.7B",
     "qwen3-8b": "Qwen/Qwen3-8B",
 }
-_DTYPES = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}  # by safetensors' and numpy's names; numpy has no bfloat16
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # the two tables' published names
-_COMPARED = 4096  # rows of two matrices that are compared at once
+# the names of data types in safetensors and in numpy, which has no bfloat16
+_DTYPES = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # the names of the two tables in published weights
+_COMPARED = 4096  # number of rows of two matrices that are compared at once
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
@@ -45,7 +46,7 @@ class Stored(NamedTuple):
     start: int
 
     def rows(self, wanted: slice | list[int]) -> Any:
-        """The `wanted` rows of a matrix, fp32 [rows, columns]; no other rows are read."""
+        """The `wanted` rows of a matrix, as fp32 [rows, columns]. Reads no other rows."""
         stored_rows = self._mapped()[wanted]
         return (stored_rows.astype("<u4") << 16).view("<f4") if self.dtype == "BF16" else stored_rows.astype("<f4")
 
@@ -73,14 +74,14 @@ def paths(folder: Path) -> list[Path]:
 
 
 def present(folder: Path) -> bool:
-    """Whether the folder has weights; a tokenizer.json may lie there alone."""
+    """Whether the folder has weights, and not only a tokenizer.json."""
     return (folder / _WHOLE).is_file() or (folder / _INDEX).is_file()
 
 
 def check(folder: Path) -> dict[str, Stored]:
-    """Every tensor by its name, from the files' headers alone. Raises ValueError for a file that `safetensors` cannot
-    open, such as one cut short or a git-lfs pointer, or that may not be read; for quantised tensors; and like `paths`.
-    Raises ImportError without the library.
+    """Every tensor by its name, from the files' headers alone. Raises ValueError if `safetensors` cannot open a file,
+    which may be cut off or a git-lfs pointer, if a file may not be read, if tensors are quantised, or for the reasons
+    of `paths`. Raises ImportError if the library is not installed.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -112,7 +113,9 @@ def check(folder: Path) -> dict[str, Stored]:
 
 
 def left_out(folder: Path) -> dict[str, int]:
-    """The bytes of everything that `paths` omits, by the names at the folder's top; folders end with a slash."""
+    """The bytes of all files that `paths` leaves out, by the names at the top of the folder. Names of folders end with
+    a slash.
+    """
     taken, sizes = set(paths(folder)), dict[str, int]()
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path not in taken and not _hidden(path, folder):
@@ -123,28 +126,28 @@ def left_out(folder: Path) -> dict[str, int]:
 
 
 def name_of(folder: Path | None) -> str | None:
-    """The usual name of the weights in `folder`: their id on the Hugging Face hub if config.json has it, else the name
-    of the folder from which they were prepared; None if unknown.
+    """The usual name of the weights in `folder`: their id on the Hugging Face hub if config.json has it; otherwise the
+    name of the folder from which they were prepared. None if neither is known.
     """
     if folder is None:
         return None
     origin = (atomic.read_object(folder / "config.json") or {}).get("_name_or_path")
-    if isinstance(origin, str) and _HUB_ID.fullmatch(origin):  # not a path on somebody's machine
+    if isinstance(origin, str) and _HUB_ID.fullmatch(origin):  # the value may also be a path on somebody's machine
         return origin
     name = (atomic.read_object(folder / MANIFEST) or {}).get("name")
     return name if isinstance(name, str) and name else None
 
 
 def describe(folder: Path) -> WeightsManifest:
-    """Hashes every file and writes weights.json. Raises ValueError like `paths`."""
+    """Hashes every file and writes weights.json. Raises ValueError as `paths` does."""
     files = [asdict(file) for file in inputs.hashed(paths(folder), folder)]
     atomic.write_json(folder / MANIFEST, {"schema": 1, "name": folder.name, "files": files})
     return inputs.read_weights(folder)
 
 
 def tensor_files(folder: Path) -> list[str]:
-    """The files of one copy of the weights, the copy that `transformers` would take: some folders hold two copies.
-    Raises ValueError if there are no weights.
+    """The files of one copy of the weights. Some folders contain two copies; this is the one that `transformers` would
+    use. Raises ValueError if there are no weights.
     """
     if (folder / _WHOLE).is_file():
         return [_WHOLE]
@@ -163,7 +166,7 @@ def tensor_files(folder: Path) -> list[str]:
 
 
 def _download(folder: Path) -> str:
-    """How to download the weights for a folder of this name."""
+    """A sentence that says how to download the weights for a folder of this name."""
     if (model := _PUBLISHED.get(folder.name)) is None:
         return "those of job.parameters.model, as published, with config.json and tokenizer.json"
     return (

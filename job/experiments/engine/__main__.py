@@ -5,7 +5,7 @@ With --wait the program imports what it needs, and begins when start.json exists
 
 Exit codes: 0 finished; 75 stopped on request; 69 out of memory (rung.json names the next rung); 65 cannot succeed, the
 reason in fatal.json; 71 this node is refused, the reason in preflight.json; 72 the newest checkpoint cannot be read
-(unreadable.json names its step); anything else is a crash, or another trainer at work in WORKDIR.
+(unreadable.json names its step); any other code is a crash, or means that another trainer uses WORKDIR.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ from gpufleet.job.kind.common import PhaseSize
 from gpufleet.job.kind.job import named
 from gpufleet.job.text import printable
 
-SHORT_OF_MEMORY = (  # parts of libraries' messages, in small letters
+SHORT_OF_MEMORY = (  # out-of-memory messages of libraries, each as parts that all occur in it, in lower case
     ("cuda", "out of memory"),  # in messages of the driver and Triton
     ("cublas_status_alloc_failed",),
-    ("cublas_status_not_initialized", "create("),  # creating a handle; the backward pass creates another one
+    # from the creation of a handle; the backward pass creates another handle
+    ("cublas_status_not_initialized", "create("),
     ("device_allocation_failed",),  # cuDNN 9
-    ("failed to cuda malloc",),  # NCCL, whose last error names the call, not its reason; this call allocates
+    # from NCCL, whose last error names the call and not its reason; this call allocates memory
+    ("failed to cuda malloc",),
     ("failed to cuda calloc",),  # NCCL too, when the first collective runs, within a step
 )
 
@@ -60,14 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rung", type=int, default=0, help="rung of the micro-batch ladder (job/kind)")
     parser.add_argument("--wait", action="store_true", help=f"for WORKDIR/{START}")
     args = parser.parse_args(argv)
-    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is intended here
-    # leaves one core to the supervisor and to saves, because waiting threads spin
+    # the warning is not needed, because a single process is intended
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+    # One core is left for the supervisor and for saves, because waiting threads use their cores.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
     requests = Requests(args.workdir)
     requests.heed_signals()
     if args.wait:
-        with suppress(ValueError):  # reported below
+        with suppress(ValueError):  # the problem is reported below
             imported(Task.read(args.workdir).config)
         args.rung = await_start(args.workdir)
     return train(args.workdir, args.rung, requests)
@@ -82,7 +85,7 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
             world = parallel.join(run.config.device)
             experiment, session = start(run, workdir, rung, requests, world)
             while not Loop(session, experiment).run():
-                del experiment  # frees the experiment's weights before the next experiment makes new ones
+                del experiment  # frees the weights before the next try makes new ones
                 session.device.tidy()
                 checkpoints = Checkpoints(workdir / CHECKPOINTS, config_sha256=run.digest, world=world)
                 session = dataclasses.replace(session, checkpoints=checkpoints)
@@ -96,7 +99,7 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
         code = TrainerExit.OUT_OF_MEMORY
     except WorkdirBusyError as error:
         say(str(error))
-        return TrainerExit.CRASHED  # nothing is written: another trainer uses the folder
+        return TrainerExit.CRASHED  # nothing is written, because another trainer uses the folder
     except device.PeerRefusedError as error:
         say(f"another node is refused: {error}")
         code = TrainerExit.CRASHED
@@ -114,7 +117,7 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
         note(workdir, Unreadable(step=error.step, problem=str(error)))
         say(f"{error}; the next start takes the checkpoint before it, if there is one")
         code = TrainerExit.UNREADABLE
-    # if a library cannot read or write something here, it cannot do so on another node
+    # An error of reading or writing in a library would be the same on another node.
     except (ValueError, SafetensorError) as error:
         say(f"fatal: {error}")
         if workdir.is_dir():
@@ -128,12 +131,12 @@ def train(workdir: Path, rung: int, requests: Requests) -> int:
 
 
 class WorkdirBusyError(Exception):
-    """Another trainer is at work in this folder."""
+    """Another trainer uses this folder."""
 
 
 @contextmanager
 def workdir_lock(workdir: Path) -> Iterator[None]:
-    """Within the block no other trainer starts in this folder: a node's first rank locks it. Raises
+    """A context in which no other trainer can start in this folder, because a node's first rank has locked it. Raises
     WorkdirBusyError.
     """
     if not parallel.expected().first_here:
@@ -150,8 +153,8 @@ def workdir_lock(workdir: Path) -> Iterator[None]:
 
 
 def leave(workdir: Path, world: World, code: int) -> int:
-    """The exit code of this process. torchrun knows only 0 and failure, so the run's own code goes into ended.json, and
-    ranks that stopped together exit with 0.
+    """The exit code of this process. torchrun distinguishes only 0 from failure. So the run's own code is written into
+    ended.json, and ranks that stopped together exit with 0.
     """
     if world.size == 1:
         return code
@@ -164,7 +167,9 @@ def leave(workdir: Path, world: World, code: int) -> int:
 
 
 def note(workdir: Path, message: Message) -> None:
-    """Writes a message for the parent process. If the disk is too full, the run ends as it would anyway."""
+    """Writes a message for the parent process. If the disk is full, the message is lost, and the run ends
+    without it.
+    """
     try:
         message.write(workdir)
     except OSError as error:
@@ -184,7 +189,7 @@ def imported(config: JobConfig) -> Callable[[Session], Experiment]:
 
 
 def start(run: Task, workdir: Path, rung: int, requests: Requests, world: World) -> tuple[Experiment, Session]:
-    """Opens and checks everything and prints the banner, without training. Raises ValueError."""
+    """Opens and checks everything that training needs, and prints the banner. Raises ValueError."""
     config, inputs = cast(ExperimentConfig, run.config), workdir / INPUTS
     bf16 = "bf16" in (config.precision.compute, *(config.state_dtype(i) for i in range(len(config.phases()))))
     chosen = device.choose(config.device, bf16=bf16, local_rank=world.local_rank)
@@ -219,7 +224,7 @@ def start(run: Task, workdir: Path, rung: int, requests: Requests, world: World)
 
 
 def _silent(line: str) -> None:
-    """Drops the lines of all ranks except the first."""
+    """Prints nothing. This function replaces `say` on all ranks except the first."""
 
 
 def say(line: str) -> None:
@@ -230,7 +235,7 @@ def say(line: str) -> None:
 
 
 def banner_lines(session: Session, run: dict[str, Any]) -> Iterator[str]:
-    """The banner's lines after the device's own."""
+    """The lines of the banner that follow that of the device."""
     config = session.config
     sizes = config.phases()
     yield "phases: " + ", ".join(f"{s.name} {s.params_total:,} / {s.params_active:,} active" for s in sizes)
@@ -246,7 +251,7 @@ def banner_lines(session: Session, run: dict[str, Any]) -> Iterator[str]:
 
 
 def _work(sizes: Sequence[PhaseSize]) -> str:
-    """The definition of the FLOPs in mfu; figures of other definitions cannot be compared."""
+    """A sentence about which FLOPs mfu includes, because values by other definitions cannot be compared."""
     trained = ", ".join(f"{size.name} {size.flops_per_token / 1e6:,.1f}" for size in sizes if size.steps)
     counted = sizes[0].attention
     return f"useful work: {trained} MFLOP per token" + (f", attention counted {counted}" if counted else "")
@@ -262,7 +267,7 @@ def _figures(predicted: dict[str, Any]) -> str:
 
 
 def _against_limits(session: Session, run: dict[str, Any]) -> str:
-    """The line that compares prediction and limit."""
+    """The line that compares the predicted cost with the limit."""
     limits, estimate = run.get("limits") or {}, run.get("estimate") or {}
     hours, usd = (estimate.get(key) or {} for key in ("hours", "usd"))
     memory = max(predicted["memory_gb"] for predicted in session.predicted)

@@ -1,4 +1,6 @@
-"""When to save a checkpoint before its phase ends: for an improvement, an interval, or a request of the supervisor."""
+"""Decides when to save a checkpoint before the end of a phase: after an improvement, after an interval, or on a request
+of the supervisor.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,19 @@ class Stall:
     """How long the newest save of a phase delayed training."""
 
     def __init__(self) -> None:
-        self._busy = False  # whether a save was being written since the last stretch of steps
+        self._busy = False  # whether a save was being written since the last report of steps
         self._blocked_s = 0.0
-        self._beside = [0.0, 0]  # [seconds, steps] since that save began
-        self._alone = [0.0, 0]  # the same since the phase began, for steps without a save
+        self._beside = [0.0, 0]  # seconds and steps since that save began
+        self._alone = [0.0, 0]  # seconds and steps since the phase began, in which no save was being written
 
     def begin(self, blocked_s: float) -> None:
         """Notes that a save begins, for which training waited `blocked_s`."""
         self._busy, self._blocked_s, self._beside = True, blocked_s, [0.0, 0]
 
     def see(self, step_s: float | None, steps: int, *, busy: bool) -> None:
-        """Notes the end of `steps` steps of `step_s` each (None: not timed). `busy`: a save is being written."""
+        """Notes the end of `steps` steps of `step_s` seconds each (None if they were not timed). `busy`: whether a save
+        is being written.
+        """
         stretch = self._beside if self._busy else self._alone
         stretch[0] += steps * (step_s or 0.0)
         stretch[1] += steps
@@ -33,7 +37,9 @@ class Stall:
 
     @property
     def seconds(self) -> float:
-        """The delay; 0 before the first save, and without lost step time before any step was timed alone."""
+        """The delay; 0 before the first save. The delay does not include the slower steps beside a save as long as no
+        step without a save was timed.
+        """
         (beside_s, beside), (alone_s, alone) = self._beside, self._alone
         return self._blocked_s + (max(0.0, beside_s - beside * alone_s / alone) if alone else 0.0)
 
@@ -42,20 +48,22 @@ STALL = 0.01  # an improvement is saved if the last save cost at most this share
 
 
 class Cadence:
-    """Decides once per optimizer step; rank 0's answer counts. One save runs at a time.
-
-    An improvement is saved at exactly its step, unless the last save cost more than STALL of the time since then: if
-    so, the save waits for the next improvement or the interval, so that frequent evaluations never lead to a run that
-    only saves.
+    """Decides once per optimizer step whether to save. The answer of rank 0 is used. Only one save is written at a
+    time. An improvement is saved at exactly its step, unless the last save cost more than the share STALL of the time
+    since then. In that case the save waits for the next improvement or the interval, so that a run with frequent
+    evaluations does not spend all its time on saves.
     """
 
     def __init__(self, session: Session, *, improvements: bool, event: Callable[[str], None]) -> None:
-        """`improvements`: whether improvements are saved. `event` gets a line for each one that is not saved."""
+        """`improvements`: whether improvements are saved. `event` is called with a line for each improvement that is
+        not saved.
+        """
         self._session, self._improvements, self._event = session, improvements, event
         self._keeps_best = session.config.delivers_best
         self._phase = ""
         self._best = math.inf  # lowest validation loss in this phase with a checkpoint
-        self._to_beat = math.inf  # the same, but counting earlier nodes too, wherever the checkpoint is
+        # lowest validation loss in this phase with a checkpoint anywhere, including those of earlier nodes
+        self._to_beat = math.inf
         self._wished = False  # whether the supervisor has asked for a save that has not begun yet
         self.begin("")
 
@@ -68,14 +76,15 @@ class Cadence:
     def resume(self, phase: str, best: float | None) -> None:
         """`best`: the loss to beat in `phase` when the checkpoint was saved."""
         self._phase = phase
-        # An export needs its checkpoint on this disk; other jobs compare with the best ever saved.
+        # If improvements are exported, the checkpoint must be on this disk; otherwise the best loss that was ever saved
+        # is used.
         if best is not None and not self._keeps_best:
             self._to_beat = best
         self.recall()
 
     @property
     def best(self) -> float | None:
-        """The validation loss to beat; None if any loss improves."""
+        """The validation loss to beat; None if any loss would be an improvement."""
         return None if self._best == math.inf else self._best
 
     def improve(self, val_loss: float) -> None:
@@ -88,12 +97,14 @@ class Cadence:
         self._best = min(self._to_beat, math.inf if saved is None or saved.val_loss is None else saved.val_loss)
 
     def due(self, val_loss: float | None) -> Reason | None:
-        """Why this step is to be saved; None if it is not. `val_loss`: from the step's evaluation, if any."""
+        """Why this step is to be saved; None if it is not. `val_loss`: that of the step's evaluation, if there
+        was one.
+        """
         since = time.monotonic() - self._saved_at
         improved = self._improvements and val_loss is not None and val_loss < self._best
         self._wished |= self._session.requests.save()
         if improved and self._keeps_best:
-            return "best"  # the run exports these weights: waiting for the save under way is worthwhile
+            return "best"  # worth waiting for the save that is being written, because the run exports these weights
         if self._session.checkpoints.busy:
             if self._wished:
                 self._event("a save is still being written")
@@ -108,7 +119,7 @@ class Cadence:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Counts the wait within the block as the save's cost."""
+        """A context whose duration is added to the cost of the save."""
         began = time.monotonic()
         yield
         self._saved_at, self._wished = time.monotonic(), False

@@ -1,12 +1,12 @@
 """Writes checkpoints to the local disk while training goes on, and commits them last.
 
-A save copies the tensors to host memory (training waits only for that), then a thread writes a
+A save first copies the tensors to host memory; training waits only for this. Then a thread writes a
 torch.distributed.checkpoint folder, syncs it and commits it (committed.py). The supervisor uploads it.
 
-With several ranks each rank's thread writes its own part (one rank writes a replicated tensor); these threads meet on a
-gloo group of their own, and rank 0 writes the commit when all are done. Any number of ranks can read what another
-number saved. Of several nodes only the first has checkpoints: its ranks write and read them, and pass what they read on
-to the ranks of the other nodes.
+With several ranks each rank's thread writes its own part (one rank writes a replicated tensor); these threads
+communicate over a gloo group of their own, and rank 0 writes the commit when all are done. A checkpoint can be read by
+any number of ranks. If there are several nodes, only the first has checkpoints: its ranks write and read them, and send
+the tensors to the ranks of the other nodes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from gpufleet.job.experiments.engine.committed import Committed, Found
 from gpufleet.job.experiments.engine.parallel import World, hand_on, local, on_host
 
 State = Mapping[str, Mapping[str, Tensor]]  # kind (model, exp_avg, exp_avg_sq) -> parameter name -> tensor
-FREE_FACTOR = 1.2  # free space before a save, in sizes of the save
-KEEP = 2  # newest checkpoints to keep, besides the best
+FREE_FACTOR = 1.2  # free space that is required before a save, as a multiple of its size
+KEEP = 2  # number of newest checkpoints to keep, in addition to the best one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """A save that ended. `problem` None: the save was committed."""
+    """A save that ended. `problem` is None if the save was committed."""
 
     step: int
     reason: Reason
@@ -50,7 +50,7 @@ class Saved:
 
 
 class CheckpointDamagedError(Exception):
-    """A committed checkpoint's files have their sizes but cannot be read."""
+    """The files of a committed checkpoint have the right sizes, but cannot be read."""
 
     def __init__(self, step: int, problem: str) -> None:
         super().__init__(problem)
@@ -67,25 +67,26 @@ class Checkpoints:
         self._folder, self._world = folder, world or World()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._future: Future[Saved] | None = None
-        self._host: dict[str, dict[str, Tensor]] = {}  # kept between saves, because pinning memory is slow
+        # host memory, which is kept between saves because pinning memory is slow
+        self._host: dict[str, dict[str, Tensor]] = {}
         self._room: Future[None] | None = None  # the thread that prepares this memory
 
     def newest(self) -> Found | None:
-        """The whole checkpoint with the highest step. Every rank calls it."""
+        """The complete checkpoint with the highest step. Must be called by every rank."""
         checkpoint = self._agreed(self.committed.newest() if self._world.is_saving else None)
         if checkpoint is not None:
             self.saved_step = checkpoint.step
         return checkpoint
 
     def of_step(self, step: int) -> Found:
-        """The checkpoint of a step that rank 0 knows to be whole. Every rank calls it."""
+        """The checkpoint of a step for which rank 0 has a complete checkpoint. Must be called by every rank."""
         there = self.committed if self._world.is_saving else ()
         checkpoint = self._agreed(next((candidate for candidate in there if candidate.step == step), None))
         assert checkpoint is not None
         return checkpoint
 
     def _agreed(self, checkpoint: Found | None) -> Found | None:
-        """Rank 0's checkpoint: other nodes have none."""
+        """The checkpoint that rank 0 has found, because other nodes have none."""
         if not self._world.spans_nodes:
             return checkpoint
         agreed = self._world.agree(
@@ -99,14 +100,14 @@ class Checkpoints:
     def load(self, checkpoint: Found, state: State) -> None:
         """Reads this rank's part of every tensor into `state`. Any number of ranks may have written it.
 
-        Raises CheckpointDamagedError on every rank if one of them cannot read its part; `newest` then gives the
-        checkpoint before, if any. Errors of this node (memory, disk, GPU) are raised unchanged.
+        Raises CheckpointDamagedError on every rank if one of them cannot read its part; `newest` then returns the
+        previous checkpoint, if there is one. Errors of this node (memory, disk, GPU) are raised unchanged.
         """
         problem: str | None = None
         if self._world.is_saving and (cause := _failure(checkpoint.path, state)) is not None:
             own = isinstance(cause, OSError | MemoryError | torch.AcceleratorError | torch.OutOfMemoryError)
             if own and not isinstance(cause, FileNotFoundError):
-                raise cause  # an error of this node, which says nothing about the checkpoint
+                raise cause  # an error of this node, which does not mean that the checkpoint is damaged
             problem = f"{type(cause).__name__}: {' '.join(str(cause).split())[:100]}"
         problems = [text for text in self._world.every(problem) if text is not None]
         if problems:
@@ -117,7 +118,9 @@ class Checkpoints:
         hand_on((tensor for tensors in state.values() for tensor in tensors.values()), self._world)
 
     def prepare(self, state: State) -> None:
-        """Allocates host memory for saves of `state` while training goes on, which spares the first save the wait."""
+        """Allocates host memory for saves of `state` while training goes on, so that the first save need not wait for
+        it.
+        """
         if self._world.is_saving:
             self._room = self._thread.submit(self._make_copies, state)
 
@@ -127,9 +130,9 @@ class Checkpoints:
         return self._future is not None and not self._future.done()
 
     def save(self, state: State, commit: Commit, progress: dict[str, Any]) -> list[Saved]:
-        """Starts a save, after the previous save has ended. Returns the saves that have ended by then, and this save if
-        it cannot even begin. The caller may go on training once the method returns. Every rank calls it at the same
-        step.
+        """Starts a save, after the previous save has ended. Returns the saves that have ended meanwhile, and this save
+        if it cannot begin. Training may continue as soon as the method returns. Must be called by every rank at the
+        same step.
         """
         ended = self.wait()
         began = time.perf_counter()
@@ -152,7 +155,7 @@ class Checkpoints:
         return ended
 
     def poll(self) -> list[Saved]:
-        """The save that ended since the last call, if any."""
+        """The save that has ended since the last call; None if there is none."""
         return [] if self._future is None or self.busy else self.wait()
 
     def wait(self) -> list[Saved]:
@@ -176,7 +179,7 @@ class Checkpoints:
         self._thread.shutdown(wait=True)
 
     def _stage(self, state: State) -> None:
-        """Copies to host memory; returns when that holds exactly this step."""
+        """Copies the tensors to host memory; returns when the copy has exactly this step."""
         self._roomy()
         self._make_copies(state)
         for kind, tensors in state.items():
@@ -192,7 +195,7 @@ class Checkpoints:
             room.result()
 
     def _make_copies(self, state: State) -> None:
-        """Allocates missing copies, with all their pages."""
+        """Allocates the missing host memory, and touches all of its pages."""
         for kind, tensors in state.items():
             copies = self._host.setdefault(kind, {})
             for name, tensor in tensors.items():
@@ -208,9 +211,9 @@ class Checkpoints:
             with _without_crc32():
                 save(
                     dict(host),
-                    # Without this the writer waits for a CUDA stream, although all tensors are in host memory: on one
-                    # GPU for training's own stream; on other ranks for the first GPU's, where each rank would get a
-                    # context.
+                    # Without this the writer would wait for a CUDA stream, although all tensors are in host memory. On
+                    # a single GPU, this is the stream of training itself. On other ranks, it is a stream of the first
+                    # GPU, on which each rank would make a context.
                     storage_writer=FileSystemWriter(path, per_thread_copy_ahead=0),
                     process_group=self._world.saves,
                     no_dist=self._world.size == 1,
@@ -232,8 +235,9 @@ class Checkpoints:
         )
 
     def _make_way(self, path: Path, size: int) -> str | None:
-        """Why there is no room for a save of `size` bytes; None if there is, after pruning if needed. An earlier
-        attempt's torn folder at `path` is removed now, because later ranks may already be writing there.
+        """Why there is no room for a save of `size` bytes; None if there is room, perhaps after older checkpoints were
+        removed. An incomplete folder of an earlier attempt at `path` is removed at this point, because later other
+        ranks may already be writing there.
         """
         shutil.rmtree(path, ignore_errors=True)
         for keep in (KEEP, 1):
@@ -248,16 +252,19 @@ class Checkpoints:
 
 
 def all_finite(state: State) -> Tensor:
-    """Whether all numbers of this rank's part are finite: a scalar bool on the device. Nothing waits for it here."""
+    """Whether all numbers of this rank's part are finite: a scalar bool on the device. This function does not wait for
+    it.
+    """
     parts = [local(tensor) for tensors in state.values() for tensor in tensors.values()]
     ends = [end for part in parts if part.is_floating_point() and part.numel() for end in part.aminmax()]
-    return torch.stack([end.float() for end in ends]).isfinite().all()  # a NaN is both minimum and maximum
+    # if there is a NaN, it is both the minimum and the maximum
+    return torch.stack([end.float() for end in ends]).isfinite().all()
 
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """Within the block torch.save computes no checksums, on which it spends a third of its CPU time (300 MB: 0.29 s
-    with, 0.19 s without, 2 cores, 2026-11-21). Uploads are hashed, and sizes are compared before a checkpoint is used.
+    """A context in which torch.save computes no checksums, which take a third of its CPU time (300 MB: 0.29 s with,
+    0.19 s without, 2 cores, 2026-11-21). Uploads are hashed, and sizes are compared before a checkpoint is used.
     """
     before = get_crc32_options()
     set_crc32_options(False)
@@ -268,7 +275,7 @@ def _without_crc32() -> Iterator[None]:
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    """Host memory for `tensor`: pinned for a fast copy, or plain once pinned memory runs out."""
+    """Host memory for `tensor`: pinned, so that the copy is fast; plain if no more memory can be pinned."""
     if tensor.is_cuda:
         with suppress(RuntimeError):
             return torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -279,7 +286,7 @@ def _failure(path: Path, state: State) -> BaseException | None:
     """Reads a checkpoint's tensors into `state`. Returns the error, if any."""
     reader = FileSystemReader(path)
     try:
-        reader.read_metadata()  # `load` reports any error of this call as a missing file
+        reader.read_metadata()  # called first, because `load` would report any error of this call as a missing file
     except Exception as error:  # noqa: BLE001 - unpickling raises anything
         return error
     try:
@@ -290,6 +297,6 @@ def _failure(path: Path, state: State) -> BaseException | None:
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """One rank's own error; `error` has the tracebacks of all."""
+    """The error of one rank; `error` has the tracebacks of all ranks."""
     (cause, _), *_ = error.failures.values()
     return cause

@@ -1,7 +1,7 @@
-"""Checkpoints in a folder of the local disk: which are whole, which is the best, which are removed.
+"""Checkpoints in a folder of the local disk: which of them are complete, which one is the best, which ones are removed.
 
-`commit.json` is written last, by an atomic rename. A folder without this file, or with files of other sizes, does not
-count.
+`commit.json` is written last, by an atomic rename. A folder without this file, or with files of other sizes, is not a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DAMAGED = "damaged.json"  # the new name of commit.json if the tensors cannot be
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """A committed checkpoint whose files all have their sizes. `progress` is the experiment's own state."""
+    """A committed checkpoint all of whose files have the right sizes. `progress` is the experiment's own state."""
 
     path: Path
     commit: Commit
@@ -43,8 +43,8 @@ class Found:
 
 
 class Committed:
-    """The whole checkpoints of one config, oldest first. Another config's checkpoint stays until one of this config
-    replaces it at the same step.
+    """The complete checkpoints of one config, the oldest first. A checkpoint of another config stays until a checkpoint
+    of this config has the same step.
     """
 
     def __init__(self, folder: Path, config_sha256: str) -> None:
@@ -57,11 +57,13 @@ class Committed:
                 yield Found(path=path, commit=commit, progress=atomic.read_object(path / PROGRESS) or {})
 
     def newest(self) -> Found | None:
-        """The highest step."""
+        """The checkpoint with the highest step."""
         return max(self, key=lambda checkpoint: checkpoint.step, default=None)
 
     def best(self, phase: str) -> Found | None:
-        """The lowest validation loss of a phase, the oldest of equals; None if nothing was evaluated."""
+        """The checkpoint with the lowest validation loss of a phase; if several are equal, the oldest of them. None if
+        no step was evaluated.
+        """
         return _best(self, phase)
 
     def add(self, path: Path, commit: Commit, progress: dict[str, Any]) -> None:
@@ -69,7 +71,7 @@ class Committed:
         atomic.write_json(path / PROGRESS, progress)
         files = tuple((file.name, file.stat().st_size) for file in sorted(path.iterdir()))
         atomic.write_json(path / COMMIT, replace(commit, files=files).to_json())
-        atomic.sync_folder(self._folder)  # a run on the user's own machine resumes from its disk
+        atomic.sync_folder(self._folder)  # needed because a run on the user's own machine resumes from this disk
 
     def evaluated(self, step: int, val_loss: float) -> None:
         """Adds to the checkpoint of `step` a validation loss that became known after the save. Raises OSError."""
@@ -78,13 +80,14 @@ class Committed:
                 atomic.write_json(checkpoint.path / COMMIT, replace(checkpoint.commit, val_loss=val_loss).to_json())
 
     def set_aside(self, checkpoint: Found) -> None:
-        """Rejects a checkpoint that is damaged or has diverged, unless there is no other."""
+        """Rejects a checkpoint that is damaged or whose training has diverged, unless there is no other checkpoint."""
         if len(list(self)) > 1:
             (checkpoint.path / COMMIT).replace(checkpoint.path / DAMAGED)
 
     def go_back(self, step: int, lost_at: int, reason: str) -> Found | None:
-        """Makes the newest checkpoint up to `step` the newest of all, with the retry in its commit. None if there is no
-        such checkpoint. Raises OSError; then do not resume, because the retries would not be counted.
+        """Makes the newest checkpoint that is not after `step` the newest of all, and writes the retry into its commit.
+        None if there is no such checkpoint. Raises OSError. In that case do not resume, because the retries would not
+        be recorded.
         """
         good = max(
             (checkpoint for checkpoint in self if checkpoint.step <= step),
@@ -101,8 +104,8 @@ class Committed:
 
     def prune(self, keep: int) -> None:
         """Removes all checkpoints except the newest `keep`, the best of the newest checkpoint's phase, and one that is
-        being uploaded. A checkpoint that has lost a file no longer counts; checkpoints that the disk cannot remove
-        stay.
+        being uploaded. A folder in which a file is missing is not a checkpoint any more. Checkpoints that cannot be
+        removed stay.
         """
         there = list(self)
         best = _best(there, there[-1].commit.phase) if there else None
@@ -125,7 +128,7 @@ def _is_complete(path: Path, files: Iterable[tuple[str, int]]) -> bool:
         return False
 
 
-ENDS = 1 << 20  # bytes read at either end of a file
+ENDS = 1 << 20  # number of bytes that are read at each end of a file
 
 
 def weights_identity(folder: Path) -> str:

@@ -1,15 +1,15 @@
 """Compiled graphs in a file, so that a later start need not compile them again: <workdir>/compile_cache/.
 
-One file per phase, rung, rank and kind of device: what `torch.compiler.save_cache_artifacts` returns (Inductor's graphs
-with their Triton kernels, AOTAutograd's, autotuning's choices) after its sha256. The supervisor downloads such files
-before the trainer starts, and uploads new files.
+There is one file for each phase, rung, rank and kind of device. The file contains what
+`torch.compiler.save_cache_artifacts` returns (Inductor's graphs with their Triton kernels, AOTAutograd's, autotuning's
+choices) after its sha256. The supervisor downloads such files before the trainer starts, and uploads new files.
 
-torch looks a graph up by a hash of the graph itself, torch, Triton, settings and device: a file of other graphs is
-useless, but never wrong. The device is cuda:3, not cuda, so each rank has a file of its own (torch 2.13's source, read
-2026-11-21: `FxGraphCachePickler` reduces a tensor to its metadata, device index included).
+torch looks a graph up by a hash of the graph itself, torch, Triton, settings and device: a file with other graphs is
+useless, but never wrong. The hash includes the device's number, as in cuda:3, so each rank needs a file of its own
+(torch 2.13's source, read 2026-11-21: `FxGraphCachePickler` reduces a tensor to its metadata, device index included).
 
-torch unpickles these files, and a pickle can run any code: only files that this trainer wrote, or from the run's own
-bucket, may enter the folder.
+torch unpickles these files, and a pickle can run any code. So only files that this trainer has written, or that come
+from the run's own bucket, may be in the folder.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class CompileCache:
     def __init__(self, session: Session, phase: Phase, rung: Rung) -> None:
         self._session, self._phase = session, phase
         self._path = session.workdir / GRAPHS / name(session, phase, rung)
-        self._held: set[tuple[str, str]] = set()  # the file's content, by torch's kinds and keys
+        self._held: set[tuple[str, str]] = set()  # what the file contains, as torch's kinds and keys
         self._graphs, self._cached, self._total_s = 0, 0, 0.0
         CacheArtifactManager.clear()  # removes graphs of other phases; torch has no public function for that
-        # A growth's check sets "highest", a start sets nothing: both give the same products, but torch hashes them
-        # differently.
+        # The check of a growth sets this to "highest", and a start does not set it. Both settings give the same
+        # products, but torch hashes them differently.
         torch.set_float32_matmul_precision(torch.get_float32_matmul_precision())
         began = time.perf_counter()
         self._load()
@@ -49,7 +49,8 @@ class CompileCache:
 
     def keep(self) -> str | None:
         """A line about graphs that were compiled since the last call; None if there were none. Writes new graphs into
-        the file; a full disk only loses the file. The call is cheap enough for every step.
+        the file; if the disk is full, only the file is lost. The call takes so little time that it can be made at every
+        step.
         """
         new = _counts() - self._counts
         if not new:
@@ -67,7 +68,7 @@ class CompileCache:
         return f"compiled in {seconds:.1f} s{source}"
 
     def _load(self) -> None:
-        """Loads the file; a damaged or foreign one only costs a message."""
+        """Loads the file; if the file is damaged or does not fit, only prints a message."""
         try:
             content = self._path.read_bytes()
         except OSError:
@@ -95,7 +96,9 @@ class CompileCache:
         self._held = _keys(cache_info)
 
     def _record(self) -> None:
-        """Writes compiled.json: per phase of this start, the compile time and how many graphs the cache had."""
+        """Writes compiled.json: for each phase of this start, the time of compilation, and the number of graphs that
+        the cache had.
+        """
         if not self._session.world.first_here:
             return
         path = self._session.workdir / COMPILED
@@ -104,7 +107,9 @@ class CompileCache:
 
 
 def name(session: Session, phase: Phase, rung: Rung) -> str:
-    """The file's name: a hash of what graphs depend on besides the settings, which name the supervisor's folder."""
+    """The file's name: a hash of everything on which the graphs depend, except the settings, which are part of the name
+    of the supervisor's folder.
+    """
     world = session.world
     checkpointing = "-recompute" if rung.products_too else "-checkpointing" if rung.checkpointing else ""
     parts = (
@@ -121,7 +126,7 @@ def _keys(cache_info: CacheInfo) -> set[tuple[str, str]]:
 
 
 def _counts() -> Counter[str]:
-    """This process's graphs so far, counted by hit and miss."""
+    """The numbers of this process's graphs so far that the cache had, and that it did not have."""
     from torch._dynamo.utils import counters
 
     return Counter({key: counters["inductor"][key] for key in (HIT, MISS, UNCACHEABLE)})

@@ -1,8 +1,8 @@
-"""The forward and backward passes of a step as one CUDA graph: the host launches the graph, not its thousand kernels.
-
-A small step waits for its host (bench/results/gpu.md). Only the passes are in the graph: clipping, the optimizer, the
-rates and the log stay as they are, so a checkpoint, an export or a resume knows nothing of graphs. A graph has fixed
-addresses: each step's batch is copied into the same tensors, and the gradients lie where the graph puts them.
+"""The forward and backward passes of a step as one CUDA graph: the host launches the graph once, and not each of its
+thousand kernels. This helps because in a small step the GPU waits for the host (bench/results/gpu.md). Only the two
+passes are in the graph. Clipping, the optimizer, the learning rates and the log are outside of it, so that checkpoints,
+exports and resumes do not depend on graphs. A graph has fixed addresses: the batch of each step is copied into the same
+tensors, and the gradients are where the graph writes them.
 
 A graph belongs to one phase's module and to the shapes of one batch. Before a graph is used, its loss and the norms of
 its gradients are compared with those of the same batch launched kernel by kernel.
@@ -19,37 +19,39 @@ from torch import Tensor, nn
 
 from gpufleet.job.experiments.engine.experiment import Micro
 
-# The first steps are launched kernel by kernel: they compile, plan attention and allocate workspaces, which a graph
-# cannot contain.
+# The number of first steps that are launched kernel by kernel. They compile, plan attention and allocate workspaces,
+# which cannot be part of a graph.
 LAUNCHED_FIRST = 2
-SAME = 1e-3  # the largest relative difference between the two, because some sums have no fixed order on a GPU
+# the largest allowed relative difference between the two results; they may differ because some sums have no fixed order
+# on a GPU
+SAME = 1e-3
 
 
 class StepSums(NamedTuple):
-    """The result of a step's passes, on the device. A graph overwrites it with the next step's."""
+    """The result of a step's passes, on the device. A graph overwrites it with the result of the next step."""
 
     loss: Tensor  # this rank's part of the mean over the global batch's tokens, nats, fp32
-    aux: dict[str, Tensor]  # this rank's part of the figures
+    aux: dict[str, Tensor]  # this rank's part of the metric values of `ForwardOutput.aux`
 
 
 Passes = Callable[[Sequence[Micro]], StepSums]
 
 
 class Recorder(Protocol):
-    """What records and launches a device's kernels."""
+    """Launches the kernels of a device, or records them."""
 
     def launch(self, run: Callable[[], StepSums]) -> StepSums:
-        """Runs it now."""
+        """Runs the function now."""
 
     def record(self, run: Callable[[], StepSums]) -> tuple[Callable[[], None], StepSums]:
-        """Records the kernels of it without running any. Returns what runs them, and the result that each run fills.
-        Raises RuntimeError if a kernel cannot be recorded.
+        """Records the function's kernels without running them. Returns a function that runs them, and the result, which
+        each run overwrites. Raises RuntimeError if a kernel cannot be recorded.
         """
 
 
 class CudaRecorder:
-    """Records CUDA graphs. Everything runs on a stream of its own, because gradients are added up on the stream of the
-    first backward pass, and the stream on which others wait cannot be recorded.
+    """Records CUDA graphs. All kernels run on a separate stream, because gradients are summed on the stream of the
+    first backward pass, and the default stream, on which other work waits, cannot be recorded.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,15 +74,15 @@ class CudaRecorder:
 
 
 class RecordedPasses:
-    """Runs the passes of a phase's steps, from the third on by a graph, and again so whenever the batch's shapes
-    change. The passes must draw no random numbers and need no other rank.
+    """Runs the passes of a phase's steps. From the third step on it uses a graph, and it begins again in the same way
+    whenever the batch's shapes change. The passes must not use random numbers or communicate with other ranks.
     """
 
     def __init__(self, recorder: Recorder, parameters: Sequence[nn.Parameter], say: Callable[[str], None]) -> None:
         self._recorder, self._parameters, self._say = recorder, parameters, say
-        self._shapes: Any = None  # shapes of the batch that the buffers hold
-        self._micros: list[Micro] = []  # the buffers
-        self._launched = 0  # steps with these shapes
+        self._shapes: Any = None  # shapes of the batch in the buffers
+        self._micros: list[Micro] = []  # the buffers with the batch
+        self._launched = 0  # number of steps with these shapes
         self._refused = False
         self._replay: Callable[[], None] | None = None
         self._sums: StepSums | None = None
@@ -92,7 +94,9 @@ class RecordedPasses:
         return self._replay is not None
 
     def run(self, passes: Passes, micros: Sequence[Micro]) -> StepSums:
-        """The sums of `passes` over `micros`. The parameters have no gradients before, and this step's afterwards."""
+        """The sums of `passes` over `micros`. Before the call, the parameters must have no gradients; after it, they
+        have the gradients of this step.
+        """
         if (shapes := [_shape(micro) for micro in micros]) != self._shapes:
             self.drop()
             self._shapes, self._launched, self._refused = shapes, 0, False
@@ -120,8 +124,9 @@ class RecordedPasses:
         self._shapes = None
 
     def _record(self, passes: Passes, launched: StepSums) -> bool:
-        """Records the passes over the buffers, whose batch was `launched`. Returns False if they cannot be recorded or
-        give another result; the gradients are then those of the launched passes.
+        """Records the passes over the buffers. `launched`: the result of the same batch when it was launched kernel by
+        kernel. Returns False if the passes cannot be recorded or give a different result; the gradients are then those
+        of the launched passes.
         """
         loss, norms = launched.loss.clone(), self._norms()
         self._take()
@@ -131,7 +136,7 @@ class RecordedPasses:
             self._replay()
             difference = max(_relative(self._sums.loss, loss), _relative(self._norms(), norms))
             problem = "" if difference <= SAME else f"its loss or gradients differ by {difference:.1%}"
-        except RuntimeError as error:  # an operation that waits for the host, or too little memory
+        except RuntimeError as error:  # the cause is an operation that waits for the host, or too little memory
             problem = str(error).splitlines()[0]
         if not problem:
             return True
@@ -161,7 +166,9 @@ def _shape(micro: Micro) -> Any:
 
 
 def _buffer(micro: Micro) -> Micro:
-    """The micro-batch with tensors of its own, of the same strides, because compiled code depends on these."""
+    """A copy of the micro-batch with tensors of its own. The copies have the same strides, because compiled code
+    depends on strides.
+    """
 
     def own(argument: Any) -> Any:
         if not isinstance(argument, Tensor):

@@ -1,7 +1,7 @@
 """The order of data, for every experiment, and windows of ids on the training device. There is no loader, no worker and
-no state. The rows of step s are a pure function of (seed, s): the rows of the whole global batch are drawn first
-(`draw`, or in turn, `in_epochs`), then split over ranks and micro-batches by position (`split`). A resume needs only
-the step. Legend: B windows, T sequence.
+no state. The rows of step s are a pure function of (seed, s): the rows of the whole global batch are chosen first (at
+random by `draw`, or in turn by `in_epochs`), and then split over ranks and micro-batches by position (`split`). A
+resume needs only the step. Legend: B windows, T sequence.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Ids = NDArray[np.int64]
 class Part(NamedTuple):
     """One micro-batch of this rank."""
 
-    rows: range  # places in the global batch
-    missing: int  # how many rows without targets follow the part's own rows
+    rows: range  # the rows' places in the global batch
+    missing: int  # number of rows without targets that are added after the part's own rows
 
 
 def split(total: int, world: World, micro: int) -> list[Part]:
     """This rank's micro-batches of a global batch of `total` rows: consecutive, at most `micro` rows each.
 
-    All ranks get equally many micro-batches of equal size, because sharded ranks pass through the model together: rows
-    without targets fill the gaps.
+    All ranks get the same number of micro-batches of the same size, because sharded ranks go through the model
+    together. Rows without targets are added where rows are missing.
     """
     share = -(-total // world.size)
     first = world.rank * share
@@ -51,12 +51,13 @@ def split(total: int, world: World, micro: int) -> list[Part]:
 
 
 class Windows:
-    """One split's ids as one stream on the training device, and windows of `sequence` ids."""
+    """The ids of one split as one stream on the training device, from which windows of `sequence` ids are taken."""
 
     def __init__(self, ids: NDArray[Any], sequence: int, device: torch.device) -> None:
-        """`ids`: unsigned, one, two or four bytes each."""
-        assert sys.byteorder == "little"  # shards' byte order
-        signed = ids if ids.itemsize == 1 else ids.view(f"i{ids.itemsize}")  # torch cannot gather wider unsigned ones
+        """`ids`: unsigned integers of one, two or four bytes."""
+        assert sys.byteorder == "little"  # the byte order of shards
+        # torch cannot gather unsigned integers of more than one byte
+        signed = ids if ids.itemsize == 1 else ids.view(f"i{ids.itemsize}")
         self._ids, self._mask = torch.from_numpy(signed).to(device), (1 << 8 * ids.itemsize) - 1
         self.sequence = sequence
 
@@ -64,7 +65,7 @@ class Windows:
         return self._ids.numel()
 
     def windows(self, starts_B: Tensor) -> tuple[Tensor, Tensor]:
-        """(ids, targets), each [B, T] int64 on the device: targets are the ids shifted by one."""
+        """Ids and targets, each [B, T] int64 on the device. The targets are the ids shifted by one."""
         places = starts_B.to(self._ids.device, non_blocking=True)[:, None] + torch.arange(
             self.sequence + 1, device=self._ids.device
         )
@@ -72,7 +73,9 @@ class Windows:
         return ids[:, :-1], ids[:, 1:]
 
     def fixed(self, count: int) -> Tensor:
-        """Where `count` windows begin, evenly spread from the first id to the last; always the same."""
+        """The first positions of `count` windows, evenly spread from the first id to the last. The positions are always
+        the same.
+        """
         last = len(self) - self.sequence - 1
         return torch.arange(count, dtype=torch.int64) * last // max(1, count - 1)
 
@@ -85,7 +88,7 @@ class Windows:
         real = starts_B[part.rows.start : part.rows.stop]
         tokens_BT, targets_BT = self.windows(torch.cat([real, real.new_zeros(part.missing)]) if part.missing else real)
         if part.missing:
-            targets_BT = targets_BT.clone()  # the ids share this memory
+            targets_BT = targets_BT.clone()  # copied first, because the ids use the same memory
             targets_BT[len(real) :] = IGNORED
         return Micro((tokens_BT, targets_BT), len(real) * self.sequence, part.rows.start)
 
@@ -112,7 +115,7 @@ class TokenDataset:
         self.tokenizer: Tokenizer = open_tokenizer(tokenizer["kind"], folder)
 
     def batch(self, seed: int, step: int, sequences: int, micro: int, world: World) -> Work:
-        """This rank's part of the global batch of a step: windows that begin anywhere."""
+        """This rank's part of the global batch of a step: windows that begin at random positions."""
         return self.train.work(draw(seed, step, sequences, len(self.train) - self.train.sequence), world, micro)
 
     def fixed(self, windows: int, micro: int, world: World) -> Work:
@@ -121,7 +124,7 @@ class TokenDataset:
 
 
 def read_tokens(folder: Path, names: Sequence[str]) -> NDArray[Any]:
-    """Shards of one split, joined; unsigned, two or four bytes a token. Raises ValueError."""
+    """The joined shards of one split, as unsigned integers of two or four bytes per token. Raises ValueError."""
     widths = {read_header(folder / name).token_bytes for name in names}
     if len(widths) != 1:
         raise ValueError(f"{folder}: {len(names)} shards of {len(widths)} token sizes; prepare the dataset again")
@@ -139,7 +142,9 @@ def in_epochs(places: Ids, count: int, order: Callable[[int], Ids]) -> Ids:
 
 
 def draw(seed: int, step: int, count: int, below: int) -> Tensor:
-    """`count` numbers in [0, below), int64: a hash of (seed, step, position), the same on every machine and torch."""
+    """`count` numbers in [0, below), int64. Each is a hash of (seed, step, position), which is the same on every
+    machine and with every version of torch.
+    """
     mask = (1 << 64) - 1
     start = mix64(np.array([(seed * GOLDEN + step) & mask], dtype=np.uint64))
     counters = start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
@@ -147,7 +152,7 @@ def draw(seed: int, step: int, count: int, below: int) -> Tensor:
 
 
 def mix(*words: int) -> int:
-    """One number in [0, 2**63) from several, to seed random generators."""
+    """One number in [0, 2**63) that is made from several numbers. This number seeds random generators."""
     mixed = np.zeros(1, dtype=np.uint64)
     for word in words:
         mixed = mix64(mixed * np.uint64(GOLDEN) + np.uint64(word & 0xFFFFFFFFFFFFFFFF))

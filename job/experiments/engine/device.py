@@ -1,4 +1,4 @@
-"""Chooses, checks and describes the device a run trains on. All queries to the hardware are here."""
+"""Chooses, checks and describes the device on which a run trains. Only this module asks the hardware."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-# By torch's exact name, because boards of one chip differ; a board that is not listed has no MFU. Dense bf16 TFLOP/s,
-# GB/s and GB of memory, NVIDIA data sheets, 2026-11; A10G: AWS's own figures (the A10 has 125); B200: HGX table.
+# Dense bf16 TFLOP/s, memory GB/s and GB of memory, by torch's exact name of the board, because boards with the same
+# chip differ. If a board is not listed, its MFU is not shown. Sources: NVIDIA's data sheets, 2026-11; for the A10G, AWS
+# (the A10 has 125 TFLOP/s); for the B200, the table of HGX.
 DATA_SHEETS: dict[str, tuple[float, float, float]] = {
     "NVIDIA A10G": (70, 600, 24),
     "NVIDIA L4": (121, 300, 24),
@@ -42,7 +43,7 @@ class DeviceRefusedError(ValueError):
 
 
 class NodeRefusedError(Exception):
-    """This node is not what was rented, or not worth its price."""
+    """This node is not what was rented, or is not worth its price."""
 
 
 class PeerRefusedError(Exception):
@@ -66,14 +67,14 @@ class Device:
 
     @property
     def room_gb(self) -> float:
-        """The memory for choosing a micro-batch: the data sheet's, as in the bill. Drivers report up to 7 % more for
-        some boards; that stays a margin, so that the node splits a batch as the bill does.
+        """The GB of memory with which a micro-batch is chosen. It is the memory in the data sheet, as in the bill. For
+        some boards, drivers report up to 7 % more, which is not used, so that the node splits a batch as the bill does.
         """
         return min(self.memory_gb, DATA_SHEETS[self.name][2] if self.name in DATA_SHEETS else self.memory_gb)
 
     def seed(self, seed: int) -> None:
-        """Seeds a model's random numbers on the CPU and on this device. torch.manual_seed seeds all kinds of devices,
-        which takes 0.4 ms of each step.
+        """Seeds a model's random numbers on the CPU and on this device. torch.manual_seed is not used, because it seeds
+        all kinds of devices, which takes 0.4 ms in each step.
         """
         torch.default_generator.manual_seed(seed)
         if self.is_cuda:
@@ -85,14 +86,14 @@ class Device:
             torch.cuda.synchronize()
 
     def tidy(self) -> None:
-        """Frees the last phase's memory, cycles included, and resets the peak."""
+        """Frees the last phase's memory, including objects in reference cycles, and resets the peak."""
         if self.is_cuda:
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
     def used_gb(self) -> float:
-        """The peak since `tidy`, by torch's allocator; on a CPU the process's peak."""
+        """The peak of memory in GB since `tidy`, by torch's allocator; on a CPU, the peak of the process."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated() / 1e9
         unit = 1 if platform.system() == "Darwin" else 1024
@@ -110,8 +111,9 @@ class Device:
 
 
 def choose(wanted: str, *, bf16: bool, local_rank: int = 0) -> Device:
-    """This rank's device, of the kind in the run config: it never falls back to a CPU or to an emulated bf16. Raises
-    DeviceRefusedError, and NodeRefusedError if CUDA does not start, which can happen although nvidia-smi lists GPUs.
+    """This rank's device, of the kind in the run config. The device is never silently replaced by a CPU or an emulated
+    bf16. Raises DeviceRefusedError, and NodeRefusedError if CUDA does not start, which can happen although nvidia-smi
+    lists GPUs.
     """
     if wanted == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
@@ -146,12 +148,11 @@ def require_cuda() -> None:
 
 def allocate_exactly() -> list[str]:
     """Lets torch use growing segments of GPU memory, and pinned host memory of the exact sizes, freed at once. Returns
-    the settings that this torch knows (2.13: both; 2.11: the first).
-
-    Segments of fixed sizes leave gaps: phase 3's 20.6 GB held 23.1 of an A10G's 23.7, the full weights of an 8 B
-    decoder on 8 GPUs 81.7 for 72.0; 21.0 and 76.7 with segments that grow (torch's own allocator, 2026-11-22). torch
-    rounds each pinned tensor up to a power of two and keeps it for ever: phase 3's 12.9 GB checkpoint would take 20 GB,
-    beside 7 of phase 2, of a g5.2xlarge's 32.
+    the settings that the installed torch supports (2.13: both; 2.11: the first). Segments of fixed sizes leave gaps.
+    With them, phase 3, which needs 20.6 GB, reserved 23.1 of the 23.7 GB of an A10G, and all weights of an 8 B decoder
+    on 8 GPUs, which need 72.0 GB, reserved 81.7. With growing segments, these were 21.0 and 76.7 GB (torch's own
+    allocator, 2026-11-22). torch rounds each pinned tensor up to a power of two and keeps it for ever: the checkpoint
+    of phase 3, of 12.9 GB, would take 20 of the 32 GB of a g5.2xlarge, in addition to 7 for phase 2.
     """
     known = []
     for settings in ALLOCATORS:
@@ -188,13 +189,14 @@ def determinism(device: Device) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def settings(device: Device) -> Iterator[None]:
-    """Sets a run's flags: deterministic algorithms on a CPU, where resume is bit-exact, and memory that is kept."""
+    """Sets a run's flags: deterministic algorithms on a CPU, where resume is bit-exact, and keeping freed memory."""
     if not device.is_cuda:
         _keep_freed_memory()
     memory: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(not device.is_cuda)
-    memory.fill_uninitialized_memory = False  # filling costs time and reveals nothing: every value is written
+    # off, because filling takes time, and is not needed to find mistakes, since every value is written
+    memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
@@ -203,9 +205,9 @@ def settings(device: Device) -> Iterator[None]:
 
 
 def _keep_freed_memory() -> None:
-    """Keeps freed memory in the process for the next step. glibc returns large tensors to the kernel, which hands out
-    new zeroed pages, one fault each: 0.2 of 2.2 CPU-seconds of a joint step of two-tower's twenty members (torch
-    2.13.0, glibc 2.36, 2026-11-22). With another C library the function does nothing.
+    """Keeps freed memory in the process for the next step. glibc returns large tensors to the kernel, which later
+    provides new pages of zeros, with a page fault for each. This takes 0.2 of the 2.2 CPU-seconds of a joint step of
+    two-tower's twenty members (torch 2.13.0, glibc 2.36, 2026-11-22). With another C library the function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -24,11 +24,12 @@ from gpufleet.job.experiments.spec import ExperimentConfig
 from gpufleet.job.kind.common import PhaseSize, Rung
 
 IGNORED = -100  # a target that the loss ignores, as in F.cross_entropy
-SPOKEN_S = 60.0  # seconds between two lines of an evaluation: a trainer that is silent for long counts as stuck
+# seconds between two lines of an evaluation: a trainer that prints nothing for a long time is taken to be stuck
+SPOKEN_S = 60.0
 
 
 class Stopped(Exception):
-    """Raised after a stop request. `ends`: as in the request."""
+    """Raised after a stop request. `ends`: see messages.Stop."""
 
     def __init__(self, reason: str, *, ends: bool = False) -> None:
         super().__init__(reason)
@@ -36,11 +37,13 @@ class Stopped(Exception):
 
 
 class LostError(ValueError):
-    """The current weights are beyond repair; an earlier checkpoint may be good."""
+    """The current weights cannot be used any more; an earlier checkpoint may be good."""
 
 
 class LossNotFiniteError(LostError):
-    """Loss, gradients or weights became NaN or infinite. The last committed checkpoint is older and good."""
+    """Loss, gradients or weights became NaN or infinite. The last committed checkpoint is from an earlier step, and is
+    good.
+    """
 
 
 class ForwardOutput(Protocol):
@@ -52,7 +55,9 @@ class ForwardOutput(Protocol):
 
     @property
     def aux(self) -> dict[str, Tensor]:
-        """Detached figures to log, by name: counts (integers) are summed, others averaged by tokens, over all ranks."""
+        """Detached metric values to log, by name. Integers are summed over all ranks; other values are averaged over
+        all ranks, weighted by tokens.
+        """
 
     @property
     def aux_loss(self) -> Tensor | None:
@@ -62,14 +67,14 @@ class ForwardOutput(Protocol):
 class Micro(NamedTuple):
     """One forward and backward pass: `module(*inputs)`."""
 
-    inputs: tuple[Any, ...]  # tensors, and constants, of which each value has its own graph
+    inputs: tuple[Any, ...]  # tensors and constants; a graph is made for each value of a constant
     tokens: int  # tokens over which the loss is summed
     place: int = 0  # the place of the micro-batch's first row in the global batch; (seed, step, place) seeds dropout
 
 
 class Work(NamedTuple):
-    """This rank's share of one global batch. `total` counts the loss tokens of all ranks, so the split of a batch
-    changes neither loss nor gradient.
+    """This rank's share of one global batch. `total` is the number of loss tokens on all ranks, so that the split of a
+    batch does not change the loss or the gradient.
     """
 
     micros: Iterable[Micro]
@@ -78,7 +83,9 @@ class Work(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The weights after `step` steps. `val_loss`: the loss of exactly these weights; None if not evaluated."""
+    """The weights after `step` steps. `val_loss`: the loss of exactly these weights; None if they were not
+    evaluated.
+    """
 
     step: int
     val_loss: float | None
@@ -92,13 +99,13 @@ class Phase:
     name: str
     first: int
     steps: int
-    flops_per_token: float  # training, forward and backward
+    flops_per_token: float  # FLOPs of training: forward and backward
     tokens_per_step: int  # in the global batch, for tok/s and MFU
-    validation: str | None = "val"  # the console's name for its validation figure; None if no data are held out
+    validation: str | None = "val"  # the name of the validation loss in the console line; None if no data are held out
 
     @classmethod
     def from_size(cls, size: PhaseSize, *, index: int = 0, first: int = 0, steps: int | None = None) -> Phase:
-        """The phase with this size; `steps` replaces the size's steps if the data know better."""
+        """The phase with this size. `steps` replaces the number of steps in the size, if it depends on the data."""
         return cls(
             index=index,
             name=size.name,
@@ -133,16 +140,16 @@ class Session:
     device: Device
     world: World
     data: Path  # the prepared dataset
-    inputs: Path | None  # base weights, if the experiment uses any
+    inputs: Path | None  # the base weights; None if the experiment uses none
     checkpoints: Checkpoints
     metrics: MetricsFile
     requests: Requests
-    rung: int  # the highest rung allowed; the predicted memory may choose a lower one
-    predicted: Sequence[dict[str, Any]]  # the bill's figures per phase; may be empty
-    say: Callable[[str], None]  # silent except on rank 0
+    rung: int  # the highest allowed rung; a lower one is used if the predicted memory requires it
+    predicted: Sequence[dict[str, Any]]  # the bill's predictions for each phase; may be empty
+    say: Callable[[str], None]  # prints a line on rank 0, and nothing on other ranks
 
     def prediction(self, phase: str) -> dict[str, Any] | None:
-        """The bill's figures of the phase of that name."""
+        """The bill's predictions for the phase of this name."""
         return next((figures for figures in self.predicted if figures.get("phase") == phase), None)
 
     def evaluation(self, work: Work) -> Iterator[Micro]:
@@ -158,7 +165,9 @@ class Session:
             yield micro
 
     def check_stop(self) -> None:
-        """Raises Stopped on all ranks together if a stop was requested; for use between parts of work without steps."""
+        """Raises Stopped on all ranks together if a stop was requested; To be called between parts of work that has no
+        steps.
+        """
         stop = self.requests.stop() if self.world.first else None
         agreed = self.world.agree(None if stop is None else (stop.reason, stop.ends))
         if agreed is not None:
@@ -168,7 +177,7 @@ class Session:
 class Experiment(ABC):
     """The methods that the loop calls, on every rank and in the same order. Only rank 0 may write a file.
 
-    `progress` is JSON that every checkpoint carries, the same on all ranks.
+    `progress` is JSON that every checkpoint contains, the same on all ranks.
     """
 
     session: Session
@@ -176,7 +185,7 @@ class Experiment(ABC):
     progress: dict[str, Any]
     outcome: Mapping[str, Any] = MappingProxyType({})  # the loop's result, for results.json and final/meta.json
     aux_weight: float = 0.0  # the weight of aux_loss in the objective
-    # whether each improvement is saved at exactly its step; else only the cadence and stops save
+    # Whether each improvement is saved at exactly its step. If not, only the interval and stops lead to saves.
     saves_improvements: bool = True
 
     @abstractmethod
@@ -185,11 +194,11 @@ class Experiment(ABC):
 
     @abstractmethod
     def blank(self, phase: Phase) -> nn.Module:
-        """The module into which a checkpoint is read; tensors that `weights` does not name are filled already."""
+        """The module into which a checkpoint is read; tensors that are not in `weights` already have their values."""
 
     @abstractmethod
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
-        """A fresh optimizer whose state exists already (`optimizer.make`, or zeros in its `state`)."""
+        """A new optimizer whose state already exists (by `optimizer.make`, or as zeros in its `state`)."""
 
     @abstractmethod
     def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:
@@ -209,16 +218,16 @@ class Experiment(ABC):
         return step == phase.last or (evaluation is not None and (step - phase.first) % evaluation.every == 0)
 
     def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float | None:
-        """The val_loss to log after `step` steps. Calls `measure`, and computes and keeps whatever else the experiment
-        needs. Raises Stopped like `measure`: the next start repeats it.
+        """The val_loss to log after `step` steps. Calls `measure`, and computes and keeps other values that the
+        experiment needs. Raises Stopped as `measure` does; the next start then repeats the evaluation.
         """
         return self.measure(phase, module, rung)
 
     @torch.no_grad()
     def measure(self, phase: Phase, module: nn.Module, rung: Rung) -> float | None:
         """The validation loss: lower is better, and it is the same on every rank. Has no side effect. The default is
-        the mean loss in nats per token. None if the phase holds no data out. Raises Stopped on all ranks together if a
-        stop comes first.
+        the mean loss in nats per token. None if the phase has no held-out data. Raises Stopped on all ranks together if
+        a stop was requested before it is done.
         """
         module.eval()
         work = self.validation(phase, rung)
@@ -229,36 +238,40 @@ class Experiment(ABC):
         return self.session.world.sum(total).item() / work.total
 
     def clip(self, opt: Optimizer) -> Tensor:
-        """Clips the gradients of the next step; returns the global norm before, a scalar on the device."""
+        """Clips the gradients of the next step; returns the global norm before clipping, as a scalar on the device."""
         limit: float = getattr(self.session.config.optim, "clip", 0.0)
         return optimizer.clip(opt, limit)
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """The module's tensors that a checkpoint holds."""
+        """The tensors of the module that a checkpoint contains."""
         state: dict[str, Tensor] = module.state_dict()
         return state
 
     def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
-        """The figures for metrics.jsonl from `aux`, when a step is logged. Waits for the device."""
+        """The values for metrics.jsonl that are made from `aux` when a step is logged. Waits for the device."""
         return {name: [round(x, 4) for x in tensor.flatten().tolist()] for name, tensor in aux.items()}
 
     def stop_early(self, phase: Phase, step: int, val_loss: float | None) -> str | None:
-        """Why the phase ends now; None if it goes on. Called after each evaluation."""
+        """The reason why the phase ends now; None if it goes on. The engine asks after each evaluation."""
         return None
 
     def requires(self, phase: Phase) -> tuple[str, ...]:
-        """Files that a resume from a checkpoint of this phase cannot make again, as paths of the work folder."""
+        """Files that cannot be made again after a resume from a checkpoint of this phase, as paths in the work
+        folder.
+        """
         return ()
 
     @abstractmethod
     def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
-        """Writes exports and samples of the module, which holds `weights`. It is repeated when a run resumes from the
+        """Writes exports and samples of the module, which has `weights`. This is repeated when a run resumes from the
         end of a phase. May raise Stopped.
         """
 
     def cut(self, step: int, weights: Weights) -> None:  # noqa: B027 - may be nothing
-        """Writes the files of a run that a limit ends after `step` steps; the module holds `weights`."""
+        """Writes the files of a run that a limit ends after `step` steps; the module has `weights`."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Does what follows training, and writes a finished run's files. Raises Stopped after a stop request."""
+        """Does the work that follows training, and writes the files of a finished run. Raises Stopped after a stop
+        request.
+        """

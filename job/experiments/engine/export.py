@@ -1,4 +1,4 @@
-"""Exports weights: chooses which a run leaves, and writes model.safetensors with meta.json into a folder.
+"""Exports weights: chooses the weights that a run leaves, and writes model.safetensors and meta.json into a folder.
 
 An export is complete once meta.json exists.
 """
@@ -31,7 +31,7 @@ def export(folder: Path, module: nn.Module, meta: dict[str, Any]) -> None:
 
 
 def begin(folder: Path) -> None:
-    """Makes room for an export. Removes meta.json first: new weights must never lie beside an old meta file."""
+    """Makes room for an export. Removes meta.json first: new weights must never be beside an old meta.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / META).unlink(missing_ok=True)
 
@@ -42,7 +42,7 @@ def describe(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def entry(folder: Path, name: str) -> dict[str, Any]:
-    """A file's entry in meta.json; the file is on the disk from then on."""
+    """The entry of a file in meta.json. After the call, the file is safely on the disk."""
     with (folder / name).open("rb") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -50,7 +50,7 @@ def entry(folder: Path, name: str) -> dict[str, Any]:
 
 
 def copy(source: Path, folder: Path) -> None:
-    """Copies an export to another name, by a hard link if the disk can."""
+    """Copies an export to another name, by a hard link if the disk supports it."""
     begin(folder)
     for name in (WEIGHTS, META):
         (folder / name).unlink(missing_ok=True)
@@ -62,8 +62,8 @@ def copy(source: Path, folder: Path) -> None:
 
 def deliver(experiment: Experiment, phase: Phase, module: nn.Module, last: Weights, lowest: Weights | None) -> Weights:
     """Puts the weights to export into the module and returns them. These are the `last` weights, or the weights of the
-    best evaluation with a checkpoint on this disk. The log, and the experiment's `outcome` under `delivered`, name the
-    choice. `lowest`: the best evaluation, with or without a checkpoint.
+    best evaluation with a checkpoint on this disk. The log, and `delivered` in the experiment's `outcome`, say which
+    weights they are. `lowest`: the best evaluation, whether it has a checkpoint or not.
     """
     session = experiment.session
     checkpoints, asked = session.checkpoints, session.config.delivers_best

@@ -1,7 +1,8 @@
 """Detects that a run diverges, or is slower than predicted.
 
-A run has diverged if the logged losses have risen and stay high, and the validation loss confirms that. Hard batches
-among easy batches cause neither, however hard they are. NaN and infinity fail at once, in the loop.
+A run has diverged if the logged losses have risen and stay high, and the validation loss confirms that. Single hard
+batches among easy ones do not have these effects, however hard they are. NaN and infinity end the training at once, in
+the loop.
 """
 
 from __future__ import annotations
@@ -14,24 +15,27 @@ from gpufleet.job.experiments.engine.device import Device
 from gpufleet.job.experiments.engine.experiment import LostError
 from gpufleet.job.kind import Guard
 
-# The level is the upper tenth of a window, the lowest of all windows: one step in ten may hold a hard row (2 % of rows,
-# four a step) without raising it. Ten losses in a row far above the level hardly ever occur in 20,000 healthy steps
-# (bench/results/guard.md). A level needs at least LEAST losses.
+# The level of a window of losses is the value that a tenth of them exceeds; the lowest level of all windows is used. So
+# one step in ten may have a hard row without an effect (2 % of rows, with four rows in a step). Ten losses in a row far
+# above the level hardly ever occur in 20,000 steps of a good training (bench/results/guard.md). A level needs at least
+# LEAST losses.
 UPPER, LEAST = 0.9, 20
-WORSE = 1.1  # a loss below this multiple of the phase's best evaluation is in range, even a phase's second one
+# a validation loss below this multiple of the phase's best one is in range, even if it is only the second of the phase
+WORSE = 1.1
 
-# Thresholds for warnings: beyond a threshold a run costs more than its bill predicts, or is about to fail.
+# Thresholds for warnings. Beyond a threshold, a run will cost more than its bill predicts, or is about to fail.
 UTILIZATION, MEMORY, PACE, MFU = 80.0, 0.95, 0.6, 0.6
 
 
 class LossSpikeError(LostError):
-    """The loss left its range and did not come back, and the validation loss confirms that."""
+    """The loss has left its range and has not come back, and the validation loss confirms this."""
 
 
 class SpikeGuard:
     """Watches one phase's logged losses, in order. Every rank sees the same losses, so all ranks stop together.
 
-    `known`: an earlier start's state, so that an interruption forgets nothing. `first`: the steps before the phase.
+    `known`: the state of an earlier start, so that nothing is forgotten by an interruption. `first`: the number of
+    steps before the phase.
     """
 
     def __init__(self, config: Guard | None = None, known: Mapping[str, Any] | None = None, *, first: int = 0) -> None:
@@ -40,7 +44,7 @@ class SpikeGuard:
         self._window: collections.deque[float] = collections.deque(known.get("window", ()), maxlen=config.window)
         self._level: float | None = known.get("level")  # the lowest upper tenth so far
         self._above: int = known.get("above", 0)
-        self._lowest: float | None = known.get("lowest")  # among the evaluations in range
+        self._lowest: float | None = known.get("lowest")  # the lowest validation loss among the evaluations in range
         self._highest: float | None = known.get("highest")
         self.clean: int = known.get("clean", first)
         """The newest step whose loss, or validation loss, was in range: checkpoints up to it are good."""
@@ -59,12 +63,12 @@ class SpikeGuard:
 
     @property
     def suspicious(self) -> bool:
-        """Whether the newest loss is out of range: then only an improvement is saved until the next is seen."""
+        """Whether the newest loss is out of range: Until the next loss is known, only an improvement is then saved."""
         return self._above > 0
 
     def see(self, loss: float, step: int, val_loss: float | None = None) -> bool:
-        """Takes a logged loss, with the evaluation of the same step if there was one. Returns True if losses have been
-        out of range for so long that `judge` needs the validation loss.
+        """Processes a logged loss, with the evaluation of the same step if there was one. Returns True if losses have
+        been out of range for so long that `judge` needs the validation loss.
         """
         above = self._level is not None and loss > self._level + self._config.rise
         self._window.append(loss)
@@ -80,7 +84,9 @@ class SpikeGuard:
         return self._above >= self._config.in_a_row
 
     def judge(self, val_loss: float | None, step: int) -> str | None:
-        """A line that says that the losses are no divergence; None if it is too early. Raises LossSpikeError."""
+        """A line which says that the training has not diverged; None if it is too early to decide. Raises
+        LossSpikeError.
+        """
         assert self._level is not None
         newest = self._window[-1]
         seen = (
@@ -99,13 +105,13 @@ class SpikeGuard:
         return f"no divergence, although {seen}: the validation loss is {val_loss:.4f}, in its range"
 
     def evaluated(self, val_loss: float) -> None:
-        """Takes an evaluation in range."""
+        """Notes an evaluation that is in range."""
         self._lowest = val_loss if self._lowest is None else min(self._lowest, val_loss)
         self._highest = val_loss if self._highest is None else max(self._highest, val_loss)
 
     def _in_range(self, val_loss: float) -> bool:
-        """Whether the validation loss is nearer to the phase's best evaluation than to its worst. Before the first
-        evaluation, it is judged like training losses.
+        """Whether the validation loss is nearer to the best evaluation of the phase than to the worst one. Before the
+        first evaluation, it is judged as training losses are.
         """
         if self._lowest is None or self._highest is None:
             return self._level is None or val_loss <= self._level + self._config.rise
@@ -116,10 +122,10 @@ class SpikeGuard:
 
 
 class Thresholds:
-    """Warnings about one phase. Each warning comes at most once, with the reason."""
+    """Warnings about one phase. Each warning is given at most once, with the reason."""
 
     def __init__(self, predicted: Mapping[str, Any], device: Device) -> None:
-        """`predicted`: the bill's figures of the phase; may be empty."""
+        """`predicted`: the bill's predictions for the phase; may be empty."""
         self._predicted = predicted
         self._device = device
         self._said: set[str] = set()
@@ -127,7 +133,7 @@ class Thresholds:
     def check(
         self, *, tokens_per_s: float | None, mfu: float | None, memory_gb: float, utilization: float | None
     ) -> list[str]:
-        """Sentences for the log. `utilization`: percent, mean over the last five minutes."""
+        """Sentences for the log. `utilization`: use of the GPU in percent, as the mean of the last five minutes."""
         total = self._device.memory_gb
         promised, target = self._predicted.get("tokens_per_s"), self._predicted.get("mfu")
         sentences: dict[str, str] = {}

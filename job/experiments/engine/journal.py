@@ -1,4 +1,4 @@
-"""Records a run's steps: the console line, metrics.jsonl, TensorBoard, and warnings. Only rank 0 does."""
+"""Records a run's steps: the console line, metrics.jsonl, TensorBoard, and warnings. Only rank 0 writes them."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ FIGURES = (
 
 
 class Journal:
-    """One start's records. `event` may be called on every rank; only rank 0's are kept."""
+    """One start's records. `event` may be called on every rank, but only events of rank 0 are kept."""
 
     def __init__(self, session: Session, phases: Sequence[Phase]) -> None:
         self._session, self._phases = session, phases
-        self.left_out = 0  # tokens of steps that phases skipped by ending early
+        self.left_out = 0  # tokens of the steps that were skipped because phases ended early
         wanted = session.device.is_cuda and session.world.first
         self._gpus = Sampler(gpus=session.world.ranks_per_node) if wanted else None
-        self._events: list[str] = []  # this and the two below wait for the next line
+        self._events: list[str] = []  # events, which like the next two lists wait for the next line
         self._saves: list[Save] = []
         self._resumed: int | None = None
         self._thresholds: dict[str, Thresholds] = {}
         self._scalars: Scalars | None = None
-        self._lost: set[str] = set()  # files that could not be written and were reported
+        self._lost: set[str] = set()  # files that could not be written, and for which this was reported
 
     def open(self, step: int) -> None:
         """Continues after `step`; lines of later steps will be repeated. Raises ValueError."""
@@ -51,7 +51,7 @@ class Journal:
                 self._scalars = Scalars(self._session.workdir, step)
 
     def close(self) -> None:
-        """Ends the threads beside."""
+        """Ends the threads that write."""
         if self._gpus is not None:
             self._gpus.close()
         if self._scalars is not None:
@@ -59,7 +59,7 @@ class Journal:
                 self._scalars.close()
 
     def event(self, text: str, *, aloud: bool = False) -> None:
-        """Adds an event to the next line of metrics.jsonl; with `aloud` also prints it now."""
+        """Adds an event to the next line of metrics.jsonl; if `aloud`, also prints it now."""
         if aloud:
             self._session.say(text)
         self._events.append(text)
@@ -93,8 +93,8 @@ class Journal:
         over: bool,
     ) -> None:
         """Writes one logged step. `values`: loss, val_loss (None unless evaluated now), grad_norm, the experiment's own
-        figures. `shown_val_loss`: the newest validation loss. `over`: whether this is the phase's last step, perhaps an
-        early one.
+        figures. `shown_val_loss`: the newest validation loss. `over`: whether this is the last step of the phase, which
+        may have ended early.
         """
         session = self._session
         memory_gb = session.device.used_gb()
@@ -155,7 +155,7 @@ class Journal:
                 self._scalars.write(record)
 
     def _gpu_figures(self) -> dict[str, float]:
-        """The GPUs' figures from the driver. An Xid error is an event too."""
+        """Use, memory and temperature of the GPUs, from the driver. An Xid error also becomes an event."""
         figures = {} if self._gpus is None else self._gpus.figures()
         if (xid := figures.get("gpu_xid")) is not None:
             self.event(f"warning: the GPU's driver reports Xid {xid:.0f}", aloud=True)
@@ -173,7 +173,7 @@ class Journal:
                 self._scalars.write({"step": step, "ts": round(time.time(), 3), "val_loss": val_loss})
 
     def compare(self, phase: Phase) -> None:
-        """Prints one line at the phase's end: the bill's figures beside the measured ones."""
+        """Prints one line at the phase's end: the bill's predictions beside the measured values."""
         if not self._session.world.first:
             return
         predicted = self._session.prediction(phase.name) or {}
@@ -186,7 +186,9 @@ class Journal:
 
     @contextmanager
     def _on_any_disk(self, whose: str) -> Iterator[None]:
-        """Within the block a failed write loses lines, and is reported once: a full disk never ends the run."""
+        """A context in which a failed write only loses lines and is reported once, so that a full disk does not end the
+        run.
+        """
         try:
             yield
         except OSError as error:
@@ -195,7 +197,9 @@ class Journal:
             self._lost.add(whose)
 
     def _eta_s(self, phase: Phase, steps: int, step_s: float) -> float:
-        """Seconds for `steps` of this phase and all later phases, by their FLOPs; no growth, no evaluation."""
+        """Seconds for `steps` steps of this phase and for all later phases, computed from their FLOPs, without growth
+        and evaluations.
+        """
         later = sum(p.steps * p.flops_per_token * p.tokens_per_step for p in self._phases[phase.index + 1 :])
         return step_s * (steps + later / (phase.flops_per_token * phase.tokens_per_step))
 
@@ -204,7 +208,9 @@ FLUSH_S = 30
 
 
 class Scalars:
-    """The event file of this start; it hides what earlier starts wrote beyond `step`. Raises ValueError."""
+    """The event file of this start. The event file hides values that earlier starts wrote for steps after `step`.
+    Raises ValueError.
+    """
 
     def __init__(self, workdir: Path, step: int) -> None:
         try:

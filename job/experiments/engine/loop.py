@@ -1,11 +1,11 @@
 """The training loop, one for every experiment: phases of steps, evaluation, checkpoints, stopping, the log.
 
 An experiment defines its phases, the model of each phase, and the files at its end. The loop does the rest and knows
-nothing of models except their output. The checkpoint at the end of a phase holds that phase's model without moments: a
-resume from it repeats the step to the next phase, which has new moments, or what follows training.
+nothing of models except their output. The checkpoint at the end of a phase contains the phase's model, but no moments.
+A resume from it repeats the transition to the next phase, which has new moments, or the work that follows training.
 
-Every rank runs this loop. Rank 0 makes every decision that depends on time, supervisor or disk, and all ranks agree on
-the decision once per optimizer step, so no rank ever stops or saves alone.
+Every rank runs this loop. Rank 0 makes every decision that depends on time, supervisor or disk. Once per optimizer step
+it sends the decision to all ranks, so that no rank ever stops or saves alone.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Loop:
         self.world = session.world
         self.step = 0  # steps done
         self.val_loss: float | None = None  # the newest validation loss
-        self._lowest: Weights | None = None  # the best of this phase's evaluations
+        self._lowest: Weights | None = None  # the weights with the best evaluation of this phase
         self._at: tuple[Phase, nn.Module] | None = None  # the phase and model being trained
-        self._delivered: Weights | None = None  # the module's weights, once its training is over
+        self._delivered: Weights | None = None  # the weights in the module after its training is over
         self._ended: str | None = None  # why this phase ends before its last step
         self._unevaluated = False  # whether a stop came before this step's evaluation was over
         inputs = session.inputs if self.world.first else None
@@ -69,14 +69,14 @@ class Loop:
         self._cadence = Cadence(session, improvements=experiment.saves_improvements, event=self._journal.event)
         self._guard = SpikeGuard(self.config.guard)
         self._retries: tuple[Retry, ...] = ()  # retries in this run so far, on any node
-        self._judged = False  # whether the guard has seen this step's loss
-        self._look = False  # whether a save waits for the next step's loss
+        self._judged = False  # whether the guard has processed this step's loss
+        self._look = False  # whether a save must wait for the next step's loss
         self._finite = torch.ones((), dtype=torch.bool, device=session.device.torch)
-        self._graphs: CompileCache | None = None  # the graphs of this phase, if anything is compiled
+        self._graphs: CompileCache | None = None  # the graphs of this phase; None if nothing is compiled
 
     @cached_property
     def _manifest(self) -> DatasetManifest:
-        return read_manifest(self.session.data)  # only a training job asks this: others may have no dataset
+        return read_manifest(self.session.data)  # only needed by a job that trains; others may have no dataset
 
     def run(self) -> bool:
         """Trains to the end. Returns False if training diverged: another loop must resume from an earlier
@@ -106,7 +106,7 @@ class Loop:
         self._journal.open(self.step)
         module: nn.Module | None = None
         for phase in phases:
-            self.step = max(self.step, phase.first)  # the phase before may have ended early
+            self.step = max(self.step, phase.first)  # the previous phase may have ended early
             module = self.experiment.begin(phase, module) if checkpoint is None else self.experiment.blank(phase)
             self._at = phase, module
             self._phase(phase, module, checkpoint)
@@ -123,8 +123,8 @@ class Loop:
         self.experiment.finish()
 
     def _go_back(self, lost: LostError) -> None:
-        """Makes the last good checkpoint the newest, for another try at a lower rate. Raises `lost` with the earlier
-        tries if there is no such checkpoint, or if enough tries were made.
+        """Makes the last good checkpoint the newest, so that training is tried again with a lower learning rate. Raises
+        `lost`, with the earlier tries, if there is no such checkpoint, or if there were enough tries.
         """
         guard, checkpoints = self.config.guard, self.session.checkpoints
         self._note(checkpoints.wait())
@@ -148,21 +148,21 @@ class Loop:
         )
 
     def _cut(self) -> None:
-        """Writes what the run leaves from the current phase, because a limit ends it."""
+        """Writes the files that the run leaves when a limit ends it in the current phase."""
         if self._at is not None:
             phase, module = self._at
             weights = self._delivered or self._deliver(phase, module, Weights(self.step, None))
             self.experiment.cut(self.step, weights)
 
     def _deliver(self, phase: Phase, module: nn.Module, last: Weights) -> Weights:
-        """Puts the weights to export into the module, and logs which weights these are."""
+        """Puts the weights to export into the module, and logs which weights they are."""
         self._note(self.session.checkpoints.wait())
         self._delivered = export.deliver(self.experiment, phase, module, last, self._lowest)
         self.experiment.outcome = {**self.experiment.outcome, "retries": [asdict(retry) for retry in self._retries]}
         return self._delivered
 
     def _resume(self, checkpoint: Found) -> list[Phase]:
-        """Takes over the checkpoint's state. Returns the phases that remain, from the checkpoint's own phase on."""
+        """Restores the checkpoint's state. Returns the remaining phases, beginning with that of the checkpoint."""
         self._retries = checkpoint.commit.retries
         self.step, self.val_loss = checkpoint.step, checkpoint.progress["val_loss"]
         self._ended = checkpoint.progress.get("ended")
@@ -193,7 +193,7 @@ class Loop:
         rung = rungs.choose(self.session, phase)
         if checkpoint is not None and self._phase_ended(phase):
             self.session.checkpoints.load(checkpoint, {"model": self.experiment.weights(module)})
-            # the loss below may be stored under that evaluation, so it is never computed twice
+            # The loss below may already be known from that evaluation, so it is never computed twice.
             self._make_up(phase, module, rung, checkpoint.val_loss)
             return
         opt = self.experiment.optimizer(phase, module)
@@ -227,14 +227,16 @@ class Loop:
                 due, stop = self.world.agree((self._due(phase, val_loss), self._stop()))
                 self._look = due is not None and not self._judged
                 if due is not None and not self._look:
-                    self._clock.settle()  # unfinished work of earlier steps is not part of the save
+                    # waits for earlier steps, so that their unfinished work is not added to the time of the save
+                    self._clock.settle()
                     with self._cadence.saving():
                         self._save(phase, state, due, val_loss if due == "best" else None)
                         if self.config.waits_for_saves():
                             self._note(self.session.checkpoints.wait())
                 self._handle_stop(phase, state, stop, val_loss)
                 if self.step == started + 1:
-                    gc.freeze()  # objects alive now live to the phase's end: later collections skip these objects
+                    # objects that exist now exist until the end of the phase, so later garbage collections skip them
+                    gc.freeze()
         self._journal.compare(phase)
         self._save(phase, state, "final" if phase is self.experiment.phases[-1] else "boundary", self.val_loss)
         gc.unfreeze()
@@ -252,7 +254,7 @@ class Loop:
         *,
         first: bool,
     ) -> float | None:
-        """Takes one optimizer step and writes its log line. Returns the validation loss if this step is evaluated."""
+        """Does one optimizer step, and writes its log line. Returns the validation loss if this step is evaluated."""
         lr = self._lower(opt, self.experiment.schedule(phase, opt, self.step))
         self._clock.start()
         self._own.begin()
@@ -269,7 +271,7 @@ class Loop:
             values = self._read_back(result)
         self._clock.stop(work.full)
         if values is not None:
-            self._require_finite()  # before anything uses weights that may not be finite
+            self._require_finite()  # checked before the weights are used, because they may not be finite
         val_loss = self._evaluate(phase, module, rung) if evaluated else None
         if self._graphs is not None and (compiled := self._graphs.keep()) is not None:
             self._journal.event(compiled, aloud=True)
@@ -294,7 +296,7 @@ class Loop:
         return val_loss
 
     def _judge(self, phase: Phase, module: nn.Module, rung: Rung, val_loss: float | None) -> None:
-        """Checks the validation loss, because the losses seem to diverge. Raises LossSpikeError."""
+        """Checks the validation loss after the training losses have seemed to diverge. Raises LossSpikeError."""
         try:
             asked = self.experiment.measure(phase, module, rung) if val_loss is None else val_loss
         except Stopped:
@@ -315,7 +317,7 @@ class Loop:
         """The validation loss after this step, or the `known` one. None if no data are held out, or after a stop."""
         try:
             val_loss = self.experiment.evaluate(phase, self.step, module, rung) if known is None else known
-        except Stopped:  # the step saves and stops as after any stop request
+        except Stopped:  # this step is saved, and the run stops, as after any stop request
             self._unevaluated = True
             return None
         self._unevaluated = False
@@ -329,16 +331,18 @@ class Loop:
         return val_loss
 
     def _make_up(self, phase: Phase, module: nn.Module, rung: Rung, known: float | None = None) -> None:
-        """Repeats the evaluation during which the previous start was stopped, if there was one. Its loss is written
-        into that step's checkpoint on this disk, and into that step's line of metrics.jsonl. `known` is the loss if a
-        start in between has computed it.
+        """Repeats the evaluation during which the previous start was stopped, if there was one. The loss is written
+        into the checkpoint of the evaluated step on this disk, and into its line of metrics.jsonl. `known` is the loss
+        if another start has already computed it.
         """
         if not self._unevaluated:
             return
         val_loss = self._evaluate(phase, module, rung, known)
         if val_loss is not None:
             if self.world.first:
-                with suppress(OSError):  # a full disk; the next improvement is then saved as if this one did not exist
+                # if the disk is full, this evaluation is lost, and the next improvement is saved as if this one did not
+                # exist
+                with suppress(OSError):
                     self.session.checkpoints.committed.evaluated(self.step, val_loss)
             self._cadence.recall()
             self._guard.evaluated(val_loss)
@@ -346,7 +350,7 @@ class Loop:
         self._handle_stop(phase, None, self.world.agree(self._stop()))
 
     def _read_back(self, result: step.StepResult) -> dict[str, Any]:
-        """The figures for the log, summed over all ranks. Waits until the device has computed them."""
+        """The values for the log, summed over all ranks. Waits until the device has computed them."""
         aux = {name: self.world.sum(figure) for name, figure in result.aux.items()}
         return {
             "loss": self.world.sum(result.loss).item(),
@@ -367,10 +371,12 @@ class Loop:
     def _save(self, phase: Phase, state: State, reason: Reason, val_loss: float | None) -> None:
         """Starts a save of this step, unless it is saved already."""
         checkpoints = self.session.checkpoints
-        self._note(checkpoints.wait())  # the save that is still being written, perhaps of this step, may fail
+        # waits first, because the save that is being written, which may be of this step, may fail
+        self._note(checkpoints.wait())
         if self.world.agree(checkpoints.saved_step == self.step):
             return
-        self._finite &= all_finite(state)  # this step's update: its loss was computed with the weights before it
+        # checks the weights after this step's update, because the step's loss was computed before the update
+        self._finite &= all_finite(state)
         self._require_finite()
         if val_loss is not None:
             self._cadence.improve(val_loss)
@@ -408,7 +414,7 @@ class Loop:
         self._journal.event(text, aloud=True)
 
     def _note(self, ended: list[Saved]) -> None:
-        """Logs how saves ended. A failed one costs a checkpoint, never the run."""
+        """Logs how saves ended. If a save failed, a checkpoint is missing, but the run goes on."""
         for saved in ended:
             if saved.problem is None:
                 blocked_s, took_s = round(saved.blocking_s, 3), round(saved.blocking_s + saved.seconds, 3)
@@ -428,8 +434,9 @@ class Loop:
     def _handle_stop(
         self, phase: Phase, state: State | None, stop: tuple[str, bool, bool] | None, val_loss: float | None = None
     ) -> None:
-        """Handles a stop request, once per optimizer step. `state` None: this step's checkpoint is on its way already.
-        `val_loss`: this step's evaluation, which its checkpoint must have, because no resume repeats it.
+        """Handles a stop request, once per optimizer step. `state`: None if this step's checkpoint is already being
+        written. `val_loss`: the loss of this step's evaluation. The checkpoint must contain it, because a resume does
+        not repeat the evaluation.
         """
         if stop is None:
             return
@@ -449,6 +456,6 @@ class Loop:
             subject = f"the validation loss is {val_loss}, which is"
         saved = self.session.checkpoints.saved_step
         before = f"the checkpoint of step {saved} is from before, and finite" if saved >= 0 else "nothing is saved yet"
-        if saved == self.step:  # if the repeated evaluation comes late, the weights are already saved
+        if saved == self.step:  # if the evaluation is repeated later, the weights are already saved
             before = f"the checkpoint of step {saved} holds these very weights, finite themselves"
         raise LossNotFiniteError(f"{subject} not finite at step {self.step}; {before}")

@@ -1,4 +1,4 @@
-"""A run's console line and JSON line per logged step, and the clocks whose times stand in these lines."""
+"""A run's console line and JSON line per logged step, and the clocks that measure the times in these lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from gpufleet.job.measured import WARM_UP, step_times
 class StepClock:
     """Seconds per optimizer step since the last reading, without evaluations, saves and the first WARM_UP steps.
 
-    `synchronize` waits for the device; callers log after a read-back, so only the end of the warm-up needs it.
+    `synchronize` waits for the device. The wait happens only at the end of the warm-up. Before each later reading, the
+    caller has copied a result of the step from the device, which also waits for it.
     """
 
     def __init__(self, synchronize: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> None:
@@ -29,8 +30,8 @@ class StepClock:
         self._clock = clock
         self._warm = 0
         self._seconds = 0.0
-        self.steps = 0  # steps in the mean of the next reading
-        self.full = 0.0  # the same, but a step of fewer rows counts only as its share of a whole step
+        self.steps = 0  # number of steps over which the next reading takes the mean
+        self.full = 0.0  # the same number, but a step with fewer rows is only a fraction of a step
         self._began = 0.0
 
     def restart(self) -> None:
@@ -45,7 +46,9 @@ class StepClock:
         self._began = self._clock()
 
     def stop(self, full: float = 1.0) -> None:
-        """Notes that the step ended, for a logged one after the read-back. `full`: as in Work."""
+        """Notes that the step has ended. For a logged step, it is called after the step's values were copied from the
+        device. `full`: see Work.
+        """
         if self._warm < WARM_UP:
             self._warm += 1
             return
@@ -54,7 +57,9 @@ class StepClock:
         self.full += full
 
     def settle(self) -> None:
-        """Waits for the device before something else does, so that unfinished work of the steps counts as theirs."""
+        """Waits for the device before something else does, so that the time of unfinished work is part of the steps'
+        time.
+        """
         began = self._clock()
         self._synchronize()
         if self.steps:
@@ -68,9 +73,9 @@ class StepClock:
 
 
 class OwnTime:
-    """How long a node works on a step before it needs the other nodes, which reveals a slow node: from the step's batch
-    to the last backward pass, in which gradients cross the network. On a GPU the time is known once the GPU has reached
-    that pass; nothing waits for it.
+    """Measures how long a node works on a step before it needs the other nodes. This shows which node is slow. The time
+    is that from the step's batch to the last backward pass, in which gradients are sent over the network. On a GPU, the
+    time is known when the GPU has reached that pass; the host does not wait for it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -87,7 +92,7 @@ class OwnTime:
         self._began = time.perf_counter()
 
     def end(self) -> None:
-        """Notes that the device has all work of this step that needs no other node."""
+        """Notes that all work of this step that needs no other node has been launched on the device."""
         if self._begun is None:
             self.seconds = time.perf_counter() - self._began
             return
@@ -106,7 +111,7 @@ class MetricsFile:
         self.path = path
 
     def resume(self, step: int) -> None:
-        """Drops lines after `step`, and a line that a kill cut short."""
+        """Drops lines after `step`, and a line that was cut off by a kill."""
         if not self.path.exists():
             return
         lines = [line for line in self.path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
@@ -115,7 +120,9 @@ class MetricsFile:
         atomic.write_bytes(self.path, b"".join(kept_lines))
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends a line with every key of KEYS, then the experiment's figures. Raises OSError, without a half line."""
+        """Appends a line with every key of KEYS, then the experiment's figures. Raises OSError; the file then has no
+        incomplete line.
+        """
         content = lines_of.write(record)
         with self.path.open("ab", buffering=0) as file:
             before = file.seek(0, os.SEEK_END)
@@ -124,16 +131,19 @@ class MetricsFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def evaluated(self, step: int, val_loss: float) -> None:
-        """Adds the loss to the line of `step`, if any, after a resume repeated a stopped evaluation. Raises OSError."""
+        """Adds the loss to the line of `step`, if there is one, after an interrupted evaluation was repeated. Raises
+        OSError.
+        """
         records = self.records()
         for record in records:
-            if record["step"] == step and record["val_loss"] != val_loss:  # another start may have written it
+            # another start may have written the loss already
+            if record["step"] == step and record["val_loss"] != val_loss:
                 record.update(val_loss=val_loss, resumed=step)
         atomic.write_bytes(self.path, b"".join(map(lines_of.write, records)))
 
     def records(self, phase: str | None = None) -> list[dict[str, Any]]:
-        """Every line, or the lines of one phase. A torn line that a kill left, and that `resume` could not remove from
-        a full disk, is skipped, so that it does not fail the run at a phase's end.
+        """Every line, or the lines of one phase. A line that was cut off by a kill, and that `resume` could not remove
+        from a full disk, is skipped, so that the run does not fail because of it at the end of a phase.
         """
         if not self.path.exists():
             return []
@@ -142,8 +152,8 @@ class MetricsFile:
 
 
 def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """The figures of one phase's lines of metrics.jsonl, by the bill's names: medians, and the peak of memory. None if
-    not timed. A step with fewer rows counts as long as a full one.
+    """The figures of one phase's lines of metrics.jsonl, by the bill's names: medians, and the peak of memory. A value
+    is None if it was not measured. The time of a step with fewer rows is not corrected.
     """
 
     def middle(values: Iterable[float | None]) -> float | None:
@@ -160,7 +170,7 @@ def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConsoleLine:
-    """The console line. `None` is printed as a dash: there is no figure (yet)."""
+    """The console line. A value that does not exist (yet) is None, and is printed as a dash."""
 
     step: int
     steps: int
@@ -196,7 +206,7 @@ class ConsoleLine:
 
 
 def shown(value: float | None, form: str) -> str:
-    """The figure as text; a dash if there is none."""
+    """The value as text; a dash if there is none."""
     return "-" if value is None else format(value, form)
 
 

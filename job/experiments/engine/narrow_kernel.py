@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 2048
-# columns of the table, int64: four addresses, number of elements, the parameter's first tile and its counter
+# The columns of the table, int64: four addresses, the number of elements, the parameter's first tile, and its counter.
 COLUMNS = tl.constexpr(7)
 
 
@@ -44,11 +44,11 @@ class Launch:
         *,
         decay: float,  # the weight's factor
         rate: float,  # learning rate / bias correction of the first moment
-        root: float,  # 1 / square root of the second's
+        root: float,  # 1 / square root of the bias correction of the second moment
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        """Launches one update. `counters`: where the random bits of each parameter begin."""
+        """Launches one update. `counters`: the number at which the random bits of each parameter begin."""
         assert all(gradient.is_contiguous() for gradient in gradients)
         self.table[:, 1] = torch.tensor([gradient.data_ptr() for gradient in gradients])
         self.table[:, 6] = torch.tensor(counters)
@@ -70,7 +70,7 @@ class Launch:
 
 
 def _aligned(tensor: Tensor) -> bool:
-    """Whether a thread may read eight numbers of the tensor, 16 bytes, at once."""
+    """Whether a thread may read eight numbers of the tensor (16 bytes) at once."""
     return tensor.data_ptr() % 16 == 0 and tensor.numel() % 8 == 0
 
 
@@ -78,7 +78,8 @@ def _aligned(tensor: Tensor) -> bool:
 def _update(table, owner, scale, decay, rate, root, toward1, toward2, eps, ALIGNED: tl.constexpr, TILE: tl.constexpr):
     tile = tl.program_id(0)
     row = table + tl.load(owner + tile) * COLUMNS
-    count = tl.multiple_of(tl.load(row + 4), 8) if ALIGNED else tl.load(row + 4)  # else the mask forbids wide reads
+    # otherwise the mask would prevent wide reads
+    count = tl.multiple_of(tl.load(row + 4), 8) if ALIGNED else tl.load(row + 4)
     at = (tile - tl.load(row + 5)) * TILE + tl.arange(0, TILE)
     inside = at < count
     weights = _tensor(row, ALIGNED) + at

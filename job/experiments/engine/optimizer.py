@@ -1,12 +1,11 @@
 """AdamW in two forms: in fp32 (torch's fused one), and entirely in bf16 with 8 bytes per parameter, gradient included.
 
 In bf16 a step of lr 8e-5 is often smaller than the distance to the next number, and rounding to nearest would lose it.
-`NarrowAdamW` computes in fp32 and rounds weights and moments stochastically, so that their values are right on average
-(Connolly, Higham, Mary 2021). Its random bits are a hash of (seed, step, parameter, element): no generator, no state,
-the same on every device, so a resumed run continues bit for bit.
-
-Arguments: the engine sets the learning rate before each step; weight decay is per group (`groups`); betas and eps come
-from the run config; amsgrad and maximize are off. Moments start at 0 with each phase.
+`NarrowAdamW` computes in fp32 and rounds weights and moments stochastically, so that they are right on average
+(Connolly, Higham, Mary 2021). Its random bits are a hash of (seed, step, parameter, element): there is no generator and
+no state, and the bits are the same on every device, so that a resumed run continues bit for bit. The arguments: the
+engine sets the learning rate before each step; weight decay is per group (`groups`); betas and eps come from the run
+config; amsgrad and maximize are off. Moments start at 0 with each phase.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 
 from gpufleet.job.experiments.engine import parallel
 
-KEYS = (1 << 62) - 1  # fits int64 even with an element's number added
+KEYS = (1 << 62) - 1  # a key fits into int64 even after an element's number is added
 Tensors = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]  # weights, first and second moments
 
 
@@ -36,7 +35,9 @@ class Moments(Protocol):
 
 
 def make(groups: Iterable[dict[str, Any]], config: Moments, *, seed: int) -> Optimizer:
-    """The optimizer for the parameters of `groups`, chosen by their dtype. Its moments exist at once, as zeros."""
+    """The optimizer for the parameters of `groups`, chosen by their dtype. The optimizer's moments exist from the
+    beginning, as zeros.
+    """
     groups = [group for group in groups if group["params"]]
     betas = (config.betas[0], config.betas[1])
     dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
@@ -65,7 +66,7 @@ def groups(module: nn.Module, decays: Callable[[str], bool], weight_decay: float
 
 
 def moments(optimizer: Optimizer, module: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's moment tensors by kind and parameter name; a checkpoint holds them beside the weights."""
+    """The optimizer's moment tensors by kind and parameter name; a checkpoint contains them with the weights."""
     by_kind: dict[str, dict[str, Tensor]] = {}
     for name, parameter in module.named_parameters():
         for kind, tensor in optimizer.state.get(parameter, {}).items():
@@ -95,8 +96,8 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
 @torch.no_grad()
 def clip(optimizer: Optimizer, max_norm: float) -> Tensor:
     """Scales the parameters' gradients down to a global norm of `max_norm` (0 only measures); NarrowAdamW scales them
-    when its next step reads them. Returns the norm before, fp32, on the device. Unlike torch's function, this one sums
-    bf16 gradients in fp32.
+    only when its next step reads them. Returns the norm before clipping, in fp32, on the device. Unlike torch's
+    function, this one sums bf16 gradients in fp32.
     """
     gradients = [p.grad for p in parameters(optimizer) if p.grad is not None]
     total = parallel.norm(gradients)
@@ -110,15 +111,15 @@ def clip(optimizer: Optimizer, max_norm: float) -> Tensor:
 
 
 class NarrowAdamW(Optimizer):
-    """AdamW whose weights and moments are bf16, stochastically rounded. On CUDA each group takes one launch
-    (narrow_kernel.py) with fixed addresses: read a checkpoint into the existing tensors, because the launch does not
-    see tensors that replace them.
+    """AdamW whose weights and moments are bf16, stochastically rounded. On CUDA each group is updated by one launch
+    (narrow_kernel.py) with fixed addresses. So a checkpoint must be read into the existing tensors: the launch would
+    not use tensors that replace them.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, betas: tuple[float, float], eps: float, seed: int) -> None:
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.seed = seed
-        self.scale: Tensor | None = None  # fp32 scalar on the device: multiplies the next step's gradients
+        self.scale: Tensor | None = None  # fp32 scalar on the device, by which the next step's gradients are multiplied
         self._step = torch.zeros((), dtype=torch.int64)  # the same for every parameter
         for parameter in parameters(self):
             moments = {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
@@ -153,7 +154,7 @@ class NarrowAdamW(Optimizer):
 
 
 def _updater(tensors: Tensors) -> Callable[..., None]:
-    """A function that updates all `tensors` once."""
+    """Returns a function that updates all `tensors` once."""
     if tensors[0][0].device.type == "cuda":
         from gpufleet.job.experiments.engine.narrow_kernel import Launch  # Triton exists only on Linux
 
@@ -173,7 +174,7 @@ def update_plainly(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """Does what narrow_kernel.Launch does in torch operations, one parameter after the other."""
+    """Does the same update as narrow_kernel.Launch, with torch operations, one parameter after the other."""
     for weight, average, square, gradient, counter in zip(*tensors, gradients, counters, strict=True):
         g = gradient.float() * scale
         m = torch.lerp(average.float(), g, 1 - betas[0])
@@ -202,12 +203,14 @@ def _hash(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, by: int) -> Tensor:
-    """Logical right shift; torch's is arithmetic."""
+    """A logical right shift, because torch's own shift is arithmetic."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
 def _key(seed: int, step: int, index: int) -> int:
-    """Where a parameter's counters begin at a step: far from other parameters' counters, positive, within int64."""
+    """The number at which a parameter's counters begin in a step. This number is far away from the counters of other
+    parameters, positive, and within int64.
+    """
     return (((seed * 1_000_003 + step) * 1_000_003 + index) * 0x9E3779B97F4A7C15) & KEYS
 
 

@@ -1,8 +1,7 @@
-"""Packed rows as micro-batches: every row once per epoch, in an order from (seed, epoch).
-
-Every rank knows all rows of the global batch, and so, without communication, the number of tokens that the loss counts.
-Rows stay in host memory: a step needs some hundred kilobytes. Legend: R rows, T tokens of a row, N = R x T, K at most
-the examples of a micro-batch plus one.
+"""Makes micro-batches of packed rows. Every row is used once per epoch, in an order that depends on (seed, epoch).
+Every rank knows all rows of the global batch. So it knows without communication how many tokens are included in the
+loss. Rows stay in host memory: a step needs some hundred kilobytes. Legend: R rows, T tokens of a row, N = R x T, K at
+most the examples of a micro-batch plus one.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from gpufleet.job.experiments.engine.parallel import World
 
 
 class PackedBatches:
-    """The training and the validation split of a packed dataset. `waited_s` adds up the seconds spent on making
-    batches.
+    """The training and the validation split of a packed dataset. `waited_s`: the sum of the seconds in which batches
+    were made.
 
     With a `renderer`, training rows are tokenised from their texts at every step, with the same result, to measure what
     that costs.
@@ -52,8 +51,9 @@ class PackedBatches:
         }
         self.row = self.splits["train"].row
         self.waited_s = 0.0
-        self.longest = min(int(manifest.facts.get("longest", self.row)), self.row)  # most tokens of an example
-        # In a row: examples, and the pieces of padding at its end. A row of padding alone has one example fewer.
+        self.longest = min(int(manifest.facts.get("longest", self.row)), self.row)  # the most tokens of an example
+        # The most sequences in a row: its examples, and the pieces of padding at its end. A row that is only padding
+        # has one example fewer.
         self._most = int(manifest.facts["most_examples"]) + math.ceil((self.row - 1) / self.longest)
         self._renderer, self._cut = renderer, (manifest.facts["loss_on"], self.longest)
         self._texts = [] if renderer is None else (folder / TEXTS).read_bytes().split(b"\n")
@@ -88,8 +88,8 @@ class PackedBatches:
             yield made
 
     def _micro(self, rows: PackedRows, real: Ids, part: Part) -> Micro:
-        """(tokens, targets, documents, starts, longest): [R, T] int64, except starts, [K] int32, and longest, the
-        largest distance between two starts.
+        """Returns tokens, targets, documents, starts and longest. The first three are [R, T] int64; starts is [K]
+        int32, and longest is the largest distance between two starts.
         """
         size = len(real) + part.missing
         tokens = np.zeros((size, self.row), dtype=np.int64)
@@ -100,7 +100,7 @@ class PackedBatches:
         else:
             tokens[: len(real)], marks[: len(real)] = rows.tokens[real], rows.marks[real]
         targets = np.full_like(tokens, IGNORED)
-        # the loss never counts an example's first token
+        # The first token of an example is never included in the loss.
         targets[:, :-1] = np.where(marks[:, 1:] & 1, tokens[:, 1:], IGNORED)
         documents = marks >> 1
         starts = _starts(documents, self.longest, size * self._most + 1)
@@ -121,9 +121,9 @@ class PackedBatches:
 
 
 def _starts(documents: NDArray[np.int64], longest: int, length: int) -> NDArray[Any]:
-    """[K] int32: where an example, or a piece of padding, begins in the flat batch; then N until the end, so K never
-    changes. Padding is cut into pieces no longer than an example: the kernel launches as much for every sequence as for
-    the longest, and the attention of padding is never used.
+    """The positions in the flat batch at which an example, or a piece of padding, begins, as [K] int32. The remaining
+    entries are N, so that K never changes. Padding is cut into pieces that are not longer than an example, because for
+    every sequence the kernel launches as much work as for the longest one, and the attention of padding is not used.
     """
     begins = np.ones(documents.shape, dtype=np.bool_)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]

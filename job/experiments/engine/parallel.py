@@ -2,13 +2,12 @@
 
 There are two ways to spread: `shard` (FSDP2: each rank holds a part of every weight, gradient and moment) for models
 that are too large or trained whole, `replicate` for small trainable sets (an adapter). Both ways sum gradients over
-ranks and never average: the loss of each rank is divided by the tokens of the whole global batch already.
+ranks and never average them, because the loss of each rank is already divided by the tokens of the whole global batch.
 
 With several nodes, each node holds the whole module, split over its own GPUs alone (HSDP), so that one node's disk has
-a whole checkpoint and only one sum of gradients per step crosses the network. Node 0 saves; the other nodes' ranks get
-what node 0 reads.
-
-Decisions use a CPU gloo group of their own, and so do saves, because saves run beside training.
+a whole checkpoint and only one sum of gradients per step crosses the network. Node 0 saves checkpoints; when it reads
+one, it sends the tensors to the ranks of the other nodes. Decisions are sent over a separate gloo group on the CPU, and
+saves use another one, because they run at the same time as training.
 """
 
 from __future__ import annotations
@@ -29,24 +28,28 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gpufleet.job.experiments.engine.device import require_cuda
 
-MESSAGE_BYTES, LENGTH_BYTES = 512, 4  # for a decision: one broadcast of a fixed size, the message's length first
-PATIENCE = timedelta(minutes=60)  # a rank may read or write gigabytes while the others wait for its tensors
-LONG_PATIENCE = timedelta(days=2)  # for rank 0's decision: what follows training may be rank 0's work alone, for hours
+# bytes of a decision, which is one broadcast of a fixed size, and of the length at its beginning
+MESSAGE_BYTES, LENGTH_BYTES = 512, 4
+# how long ranks wait for each other; a rank may read or write gigabytes while the others wait for its tensors
+PATIENCE = timedelta(minutes=60)
+# how long ranks wait for a decision of rank 0, which may work alone for hours after training
+LONG_PATIENCE = timedelta(days=2)
 JSON = TypeVar("JSON")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """The processes of this run. With size 1 nothing communicates."""
+    """The processes of this run. If there is only one process, nothing is communicated."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     node: int = 0
     nodes: int = 1
-    control: dist.ProcessGroup | None = None  # gloo, for decisions
-    saves: dist.ProcessGroup | None = None  # gloo, for checkpoints of node 0's ranks, used by the saving thread
-    mesh: DeviceMesh | None = None  # on the training device
+    control: dist.ProcessGroup | None = None  # the gloo group for decisions
+    # the gloo group of node 0's ranks for checkpoints, which the saving thread uses
+    saves: dist.ProcessGroup | None = None
+    mesh: DeviceMesh | None = None  # the mesh of the training devices
     host_mesh: DeviceMesh | None = None  # the same ranks on the CPU, for copies there
 
     @property
@@ -97,7 +100,7 @@ class World:
         return bytes(message.tolist())
 
     def every(self, value: JSON) -> list[JSON]:
-        """Each rank's `value` (JSON), in the order of ranks, on every rank."""
+        """The list of all ranks' `value` (JSON), in the order of ranks. Every rank gets it."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -110,14 +113,18 @@ class World:
             dist.barrier(group=self.control)
 
     def close(self) -> None:
-        """Leaves the group together: a rank that leaves while others still communicate looks like a failure to them."""
+        """Leaves the group together with all other ranks. If a rank left while others still communicate, they would
+        take it for a failure.
+        """
         if self.size > 1:
             self.barrier()
             dist.destroy_process_group()
 
 
 def expected() -> World:
-    """The world in torchrun's environment, without communication; of size 1 without torchrun."""
+    """The world as torchrun's environment describes it, without communication; of size 1 if torchrun did not start this
+    process.
+    """
 
     def number(name: str, otherwise: int) -> int:
         return int(os.environ.get(name, otherwise))
@@ -132,7 +139,9 @@ def expected() -> World:
 
 
 def join(kind: str) -> World:
-    """The run's processes, once all have joined, on devices of `kind` (cuda or cpu). Raises NodeRefusedError."""
+    """Waits until all processes of the run have joined, and returns them. `kind`: their devices, cuda or cpu. Raises
+    NodeRefusedError.
+    """
     named = expected()
     if named.size == 1:
         return World()
@@ -140,17 +149,19 @@ def join(kind: str) -> World:
         require_cuda()
         torch.cuda.set_device(named.local_rank)
         if not named.spans_nodes:
-            # AWS's image has an NCCL plugin for EFA, which a single node lacks: the plugin would fail, or tune NCCL for
-            # EFA.
+            # AWS's image has an NCCL plugin for EFA. On a single node there is no EFA, and the plugin would fail, or
+            # tune NCCL for EFA.
             os.environ.setdefault("NCCL_NET_PLUGIN", "none")
-            # The container has no other interface, and the image's nccl.conf excludes this one.
+            # This is the only network interface of the container, and the nccl.conf of the image excludes it.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=PATIENCE)
     return meet(kind, local_rank=named.local_rank, nodes=named.nodes)
 
 
 def meet(kind: str, *, local_rank: int, nodes: int = 1) -> World:
-    """The world of the existing default process group: equally many ranks per node, node 0's ranks first."""
+    """The world of the existing default process group: all nodes have the same number of ranks, and those of node 0
+    come first.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     here = size // nodes
     shape, names = ((size,), None) if nodes == 1 else ((nodes, here), ("node", "gpu"))
@@ -177,8 +188,9 @@ def shard(
     whole: Iterable[Tensor] = (),
 ) -> nn.Module:
     """The module with its weights spread over a node's ranks, gathered block by block in `compute` (FSDP2; gradients
-    are summed in fp32). `reshard`: a block's weights are dropped after its forward pass (ZeRO-3), not kept until its
-    backward pass (ZeRO-2). Tensors in `whole` stay whole on every rank. With one rank the module stays as it is.
+    are summed in fp32). `reshard`: whether a block's weights are dropped after its forward pass (ZeRO-3) instead of
+    being kept until its backward pass (ZeRO-2). Tensors in `whole` stay whole on every rank. If there is only one rank,
+    the module is not changed.
     """
     if world.size == 1:
         return module
@@ -213,14 +225,16 @@ def fill(parameter: Tensor, whole: Tensor) -> None:
 
 
 def reduce_between(module: nn.Module, world: World, *, wanted: bool) -> None:
-    """Sets whether the next backward pass also sums sharded gradients between nodes: once per step is enough."""
+    """Sets whether the next backward pass also sums sharded gradients between nodes, which is needed only once per
+    step.
+    """
     if world.spans_nodes and isinstance(module, FSDPModule):
         module.set_requires_all_reduce(wanted)
 
 
 @torch.no_grad()
 def hand_on(tensors: Iterable[Tensor], world: World) -> None:
-    """Copies the tensors of node 0's ranks to the ranks of other nodes, in place. Every rank calls it."""
+    """Copies the tensors of node 0's ranks to the ranks of other nodes, in place. Must be called by every rank."""
     if not world.spans_nodes:
         return
     assert world.mesh is not None
@@ -257,12 +271,14 @@ def reduce(parameters: Iterable[nn.Parameter], world: World) -> None:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank, on its device. Every rank calls it."""
+    """The whole tensor on every rank, on its device. Must be called by every rank."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gather(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """Whole tensors in host memory on rank 0, gathered one by one; empty on other ranks. Every rank calls it."""
+    """Whole tensors in host memory on rank 0, gathered one by one; empty on other ranks. Must be called by
+    every rank.
+    """
     whole = {}
     for name, tensor in tensors.items():
         full = full_tensor(tensor)
@@ -272,19 +288,19 @@ def gather(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
 
 
 def cut_over(tensor: DTensor) -> tuple[dist.ProcessGroup, int, int]:
-    """The ranks that share a tensor: their group, their number, and this one's place."""
+    """The ranks over which a tensor is split: their group, their number, and the place of this rank."""
     mesh = tensor.device_mesh
     last = mesh.ndim - 1
     return mesh.get_group(last), mesh.size(last), mesh.get_local_rank(last)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's own part."""
+    """This rank's own part of the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def on_host(tensor: Tensor, part: Tensor, world: World) -> Tensor:
-    """`part`, host memory for this rank's part of `tensor`, as the same shard of the whole."""
+    """A sharded tensor made from `part`, which is host memory for this rank's part of `tensor`."""
     if not isinstance(tensor, DTensor):
         return part
     assert world.host_mesh is not None
@@ -306,7 +322,7 @@ def norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _own_norms(gradients: list[Tensor]) -> list[Tensor]:
-    """The norms, by one launch for many gradients. Gradients of one run have one dtype."""
+    """The norms, computed by one launch for many gradients. All gradients of a run have the same dtype."""
     if not gradients:
         return []
     wide = torch.promote_types(gradients[0].dtype, torch.float32)

@@ -1,9 +1,9 @@
 """Checks that this node is what was rented. The checks take some seconds before an attempt's first step, on each rank's
 own GPU.
 
-A GPU that is slow, throttled or missing costs its full price, and hours pass before anybody looks. A node that fails is
-refused: the attempt ends, and the fleet starts another one. After some refusals the supervisor lets a run go on with a
-warning (job/supervisor), because then the node is not the cause.
+Even a slow, throttled or missing GPU costs its full price, and it may take hours until somebody notices it. A node that
+fails a check is refused: the attempt ends, and the fleet starts another one. After some refusals the supervisor lets a
+run go on with a warning (job/supervisor), because then the node is not the cause.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ from gpufleet.job.experiments.engine.device import Device, NodeRefusedError, Pee
 from gpufleet.job.experiments.engine.parallel import World
 from gpufleet.job.gpus import ask
 
-# A GPU below these shares is refused. A sound GPU reaches 60 to 90 % of either data sheet figure in a plain product or
-# copy; a GPU that has lost its clocks or a memory stack stays far below. The shares are estimates, 2026-11. An L4 at
-# its 72 W falls to its base clock, 795 of 2040 MHz, in long products (a 70 W T4, likewise sound: 24 of 65 TFLOP/s;
-# NVIDIA's forum, thread 264462).
+# A GPU below these shares is refused. A good GPU reaches 60 to 90 % of both rates in the data sheet in a plain product
+# or copy. A GPU with too low clocks, or without one of its memory stacks, is far below this. The shares are estimates
+# of 2026-11. In long products, an L4 with its 72 W falls to its base clock, 795 of 2040 MHz. (A T4 with 70 W reaches 24
+# of 65 TFLOP/s, although it is good; NVIDIA's forum, thread 264462.)
 MATMUL_SHARE, BANDWIDTH_SHARE = 0.4, 0.4
 POWER_LIMITED = {"NVIDIA L4": 0.2}  # replaces MATMUL_SHARE for these GPUs
-TO_HOST_GB_S = 1.5  # pinned memory; PCIe 4.0 x8 has 16. Below this a checkpoint of 10 GB delays training by 7 s or more
+# least rate of copies to pinned memory (PCIe 4.0 x8 has 16); below it, a checkpoint of 10 GB delays training by 7 s or
+# more
+TO_HOST_GB_S = 1.5
 
-# Causes except hw_slowdown, which is also set while clocks change (NVML reference, 2026-11), as they do during this
-# check.
+# The causes of throttling that are checked. hw_slowdown is not among them, because it is also set while clocks change
+# (NVML reference, 2026-11), and they change during this check.
 CLOCKS = "clocks_event_reasons.hw_power_brake_slowdown,clocks_event_reasons.hw_thermal_slowdown,clocks.sm,clocks.max.sm"
 SMI_S = 20.0
-LIMIT_S = 60.0  # seconds for one rank's measurements, which take only some
+LIMIT_S = 60.0  # the most seconds for one rank's measurements, which usually take only a few
 BEST_OF = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """The measurements of one rank's device. None: unknown, and not judged."""
+    """The measurements of one rank's device. A value is None if it is unknown; then it is not judged."""
 
     gpus: int
     matmul_tflops: float
@@ -53,7 +55,7 @@ class Measured:
     matmul_share: float | None = None  # share of the data sheet's figure
     matmul_least: float = MATMUL_SHARE  # share of the data sheet's figure below which this kind of GPU is refused
     memory_share: float | None = None
-    clock_mhz: int | None = None  # right after the products
+    clock_mhz: int | None = None  # the clock right after the products
     clock_max_mhz: int | None = None
     throttled: bool | None = None
 
@@ -68,19 +70,19 @@ def run(
     hung: Callable[[str], object],
 ) -> None:
     """Measures once per attempt; every rank calls it. `gpus`: the number that the run config asks for; None for any
-    number. If this rank's GPU has not answered within LIMIT_S, `hung` is called from a thread, with the reason; it ends
-    the process, because nothing else can.
+    number. If this rank's GPU has not answered within LIMIT_S, a thread calls `hung` with the reason. `hung` ends the
+    process, because it cannot be stopped in another way.
 
     Writes preflight.json. Raises NodeRefusedError on every rank of a node if one of them is refused, and
     PeerRefusedError on other nodes, unless the supervisor has written accept.json.
     """
-    if (workdir / PREFLIGHT).exists():  # this start is a restart on a lower rung
+    if (workdir / PREFLIGHT).exists():  # the checks were already made, because this start is a restart on a lower rung
         return
     began = time.perf_counter()
 
     def give_up() -> None:
         problem = f"rank {world.rank}: no answer from {device.name} within {LIMIT_S:.0f} s: it hangs"
-        with suppress(OSError):  # the log has the figures anyway
+        with suppress(OSError):  # if the file cannot be written, the log still has the values
             Preflight(problems=(problem,)).write(workdir)
         hung(problem)
 
@@ -89,7 +91,7 @@ def run(
         try:
             own = measure(device)
             judged = judge(own, gpus=gpus)
-        except RuntimeError as error:  # an error of CUDA: uncorrectable memory errors, a lost GPU
+        except RuntimeError as error:  # an error of CUDA, such as an uncorrectable memory error or a lost GPU
             judged = [f"{device.name} fails: {str(error).splitlines()[0]}"]
     by_rank = world.every([{} if own is None else asdict(own), judged])
     findings = [(rank, f"rank {rank}: {text}") for rank, (_, texts) in enumerate(by_rank) for text in texts]
@@ -122,7 +124,7 @@ def run(
 
 
 def measure(device: Device) -> Measured:
-    """Measures for some seconds on a GPU, some milliseconds on a CPU (smaller sizes)."""
+    """Measures the device. This takes some seconds on a GPU, and, with smaller sizes, some milliseconds on a CPU."""
     cuda = device.is_cuda
     matmul = _matmul_tflops(device, 8192 if cuda else 256)
     clock, clock_max, throttled = _clocks(device) if cuda else (None, None, None)
@@ -166,7 +168,7 @@ def judge(probe: Measured, *, gpus: int | None) -> list[str]:
 
 @contextmanager
 def _limited(give_up: Callable[[], None]) -> Iterator[None]:
-    """Calls `give_up` if the block takes longer than LIMIT_S."""
+    """A context that calls `give_up` if it lasts longer than LIMIT_S."""
     watchdog = threading.Timer(LIMIT_S, give_up)
     watchdog.daemon = True
     watchdog.start()
@@ -177,7 +179,9 @@ def _limited(give_up: Callable[[], None]) -> Iterator[None]:
 
 
 def parse_clocks(answer: Sequence[Sequence[str]]) -> tuple[int | None, int | None, bool | None]:
-    """(MHz now, MHz at most, slowed down by the hardware) from nvidia-smi's answer; None if a value is missing."""
+    """The present clock and the highest clock in MHz, and whether the hardware has slowed the GPU down, from
+    nvidia-smi's answer; None if a value is missing.
+    """
     words = answer[0] if answer else ()
     if len(words) != 4:
         return None, None, None
@@ -192,8 +196,8 @@ def _clocks(device: Device) -> tuple[int | None, int | None, bool | None]:
 
 
 def _seconds(device: Device, act: Callable[[], object], times: int) -> float:
-    """Seconds of one `act`, the best of several rounds. The first round warms a sound node up, and other processes may
-    disturb a round; a bad node has no good round.
+    """Seconds of one `act`, the best of several rounds. The best round is used, because the first round warms the
+    device up, and other processes may disturb a round. On a bad node, no round is good.
     """
     best = float("inf")
     for _ in range(BEST_OF):
@@ -213,7 +217,7 @@ def _matmul_tflops(device: Device, size: int) -> float:
 
 
 def _copy_gb_s(device: Device, size: int) -> float:
-    """GB/s read and written by a copy within the device's memory."""
+    """GB/s of a copy within the device's memory, reads and writes together."""
     a = torch.zeros(size, dtype=torch.uint8, device=device.torch)
     b = torch.empty_like(a)
     return 2 * size / _seconds(device, lambda: b.copy_(a), 5) / 1e9

@@ -11,7 +11,7 @@ from gpufleet.job.contract.workdir import SAVE, STOP
 
 
 class Requests:
-    """stop.json and save.json in a work folder; also SIGTERM or Ctrl-C, for a trainer that somebody started by hand."""
+    """stop.json and save.json in a work folder; also SIGTERM or Ctrl-C, if somebody has started the trainer by hand."""
 
     def __init__(self, workdir: Path) -> None:
         self._workdir = workdir
@@ -24,7 +24,7 @@ class Requests:
 
     def stop(self) -> Stop | None:
         if (self._workdir / STOP).exists():
-            return Stop.read(self._workdir) or Stop()  # even if the request is unreadable, somebody wants a stop
+            return Stop.read(self._workdir) or Stop()  # even if the request cannot be read, it is a request to stop
         return None if self._signal is None else Stop(reason=self._signal, save=True)
 
     def save(self) -> bool:

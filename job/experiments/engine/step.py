@@ -1,7 +1,7 @@
 """One optimizer step: the arithmetic of training, without schedule, log or checkpoint.
 
-Precision: parameters are fp32 (bf16 if the phase's state is); each product inside the model casts its own weight to the
-compute dtype, so there is no autocast and no second copy to keep. Loss and norms are fp32.
+Precision: parameters are fp32 (bf16 if the state of the phase is bf16). Each product inside the model casts its own
+weight to the compute dtype. So there is no autocast, and no second copy of the weights. Loss and norms are fp32.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from gpufleet.job.experiments.engine.cuda_graph import CudaRecorder, RecordedPas
 from gpufleet.job.experiments.engine.data import mix
 from gpufleet.job.experiments.engine.experiment import Experiment, ForwardOutput, Micro, Work
 
-GRAPHS = 16  # most graphs of one phase's block: sizes of micro-batches, training and evaluation, take up to 8
+# the most graphs of a block in one phase; the sizes of micro-batches in training and evaluation need up to 8
+GRAPHS = 16
 
 
 class StepResult(NamedTuple):
-    """One optimizer step's results on the device; only logging reads them back."""
+    """One optimizer step's results on the device; they are copied from the device only when a step is logged."""
 
     loss: Tensor  # this rank's part of the mean over the global batch's tokens, nats, fp32
-    grad_norm: Tensor  # before clipping, over all ranks
-    aux: dict[str, Tensor]  # this rank's part of the figures
+    grad_norm: Tensor  # the norm before clipping, over all ranks
+    aux: dict[str, Tensor]  # this rank's part of the metric values
 
 
 def update(
@@ -39,13 +40,12 @@ def update(
     before_exchange: Callable[[], None] = lambda: None,
     recorded: RecordedPasses | None = None,
 ) -> StepResult:
-    """Forward and backward over the micro-batches of the global batch after `step` steps, then one update.
-
-    Loss and gradient are means over the tokens of the whole batch, so the batch's split over micro-batches and ranks
-    changes neither (an auxiliary term, itself a mean, is weighted by each micro-batch's share). Random numbers drawn
-    within the model are a function of (seed, step, place of the micro-batch). `before_exchange` is called before the
-    last backward pass, in which several nodes sum their gradients. `recorded` runs the passes as a CUDA graph, which
-    has neither random numbers nor other ranks.
+    """Does the forward and backward passes over the micro-batches of the global batch after `step` steps, and then one
+    update. Loss and gradient are means over the tokens of the whole batch, so they do not depend on how the batch is
+    split over micro-batches and ranks. (An auxiliary term is a mean itself, and is weighted by each micro-batch's
+    share.) Random numbers within the model are a function of (seed, step, place of the micro-batch). `before_exchange`
+    is called before the last backward pass, in which several nodes sum their gradients. `recorded` runs the passes as a
+    CUDA graph, which is possible only without random numbers and without other ranks.
     """
     if recorded is None:
         sums = _passes(experiment, module, work.micros, work.total, step, before_exchange)
@@ -67,7 +67,9 @@ def _passes(
     step: int | None = None,
     before_exchange: Callable[[], None] = lambda: None,
 ) -> StepSums:
-    """Forward and backward over this rank's micro-batches; sums gradients. `step` None: no random numbers are drawn."""
+    """Does the forward and backward passes over this rank's micro-batches, and sums the gradients. `step`: None if no
+    random numbers are used.
+    """
     loss: Tensor | None = None
     aux: dict[str, Tensor] = {}
     session = experiment.session
@@ -104,9 +106,10 @@ def _with_last(micros: Iterable[Micro]) -> Iterator[tuple[Micro, bool]]:
 
 @contextlib.contextmanager
 def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) -> Iterator[bool]:
-    """Within the block each block's forward runs compiled on CUDA, if wanted: one graph for all blocks, static shapes,
-    without FSDP2's hooks, which no graph can hold. The module's own `loss` is compiled too, so that the passes over the
-    logits become one. After the block, and on a CPU, the module runs as written. Yields whether anything is compiled.
+    """A context in which the forward pass of each of the model's blocks is compiled, if this is wanted and the device
+    is CUDA. There is one graph for all blocks, with static shapes and without FSDP2's hooks, which cannot be part of a
+    graph. The module's own `loss` is compiled too, so that the logits are read only once. After the context, and on a
+    CPU, the module is not compiled. Yields whether anything is compiled.
     """
     blocks = list(getattr(module, "blocks", ())) if device.type == "cuda" and wanted else []
     if not blocks:
@@ -128,7 +131,9 @@ def compiled(module: nn.Module, device: torch.device, *, wanted: bool = True) ->
 def recorded(
     opt: Optimizer, device: torch.device, say: Callable[[str], None], *, wanted: bool = True
 ) -> Iterator[RecordedPasses | None]:
-    """Within the block a phase's passes run as a CUDA graph, if wanted and on CUDA; afterwards its memory is free."""
+    """A context in which the passes of a phase run as a CUDA graph, if this is wanted and the device is CUDA. The
+    graph's memory is freed afterwards.
+    """
     if device.type != "cuda" or not wanted:
         yield None
         return

@@ -1,11 +1,13 @@
-"""Proves that a growth kept the function: measures each boundary, and raises an error if a number is out of its limit.
-Everything runs in eval mode with every product in the weights' own dtype (fp32 or fp64), TF32 off, one attention
-backend for both models and no dropped token. bf16 is useless here: routing flips alone move logits by about 2. The
-limits were measured on this experiment (2026-11): rounding gives 2e-6 to 7e-6 in fp32, every wrong variant at least
-1e-2, or 1e-9 in fp64 where fp32 hides the mistake.
+"""Proves that a growth has not changed the function that the model computes: measures at each boundary, and raises an
+error if a number exceeds its limit. Everything runs in eval mode with every product in the weights' own dtype (fp32 or
+fp64), TF32 off, one attention backend for both models and no dropped token. bf16 cannot be used here, because changed
+routing alone moves logits by about 2. The limits were measured on this experiment (2026-11): rounding gives differences
+of 2e-6 to 7e-6 in fp32. Every wrong variant gives at least 1e-2, or at least 1e-9 in fp64 if the mistake cannot be seen
+in fp32.
 
-A token whose second and third expert tie to within rounding may be routed either way by the same function. A window is
-left out and counted if the first layer that routes differently does so only at such ties; more than a few fail.
+If the second and third expert of a token are equal to within rounding, the same function may route the token either
+way. A window is left out if the first layer that routes differently does so only at such ties. If more than a few
+windows are left out, the check fails.
 """
 
 from __future__ import annotations
@@ -30,23 +32,26 @@ from gpufleet.job.experiments.growth.model import Growth, load, state_dtype
 from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.experiments.models.blocks import Experts, at_least_fp32
 
-PASS = {torch.float32: 3e-5, torch.float64: 1e-12}  # times max(1, largest logit)
+# the largest allowed difference, as a multiple of max(1, largest logit)
+PASS = {torch.float32: 3e-5, torch.float64: 1e-12}
 FAIL = {torch.float32: 1e-2, torch.float64: 1e-9}
-LOSS_LIMIT = 0.01  # nats per token: for padding, and for the cast to bf16
-TIES = 0.25  # share of the windows that may be left out
+LOSS_LIMIT = 0.01  # the largest loss difference in nats per token that padding, or the cast to bf16, may cause
+TIES = 0.25  # the share of the windows that may be left out because of ties
 CAPACITIES = (1.25, 1.5, 2.0, 3.0, 4.0, 8.0)  # capacities to try in turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Old against new model on the probe. `passed`: below the limit, and no token is routed differently."""
+    """The difference between the old and the new model on the probe. `passed`: whether it is below the limit, and no
+    token is routed differently.
+    """
 
     max_logit_difference: float
     mean_logit_difference: float
     max_logit: float
     limit: float
     loss_difference: float  # nats per token, new - old
-    routing_flips: int  # (token, layer) pairs of the old layers whose set of experts changed
+    routing_flips: int  # number of pairs of a token and an old layer whose set of experts has changed
     routings: int
     ties: int  # windows that were left out because of ties
     verdict: str  # pass, unclear (between the limits) or fail
@@ -58,16 +63,16 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundaryReport:
-    """The check of one growth. `growth_report.json` holds one per boundary."""
+    """The check of one growth. `growth_report.json` has one for each boundary."""
 
     phase: str
     dtype: str
     probe: tuple[int, int]
     before: Difference
     after_round_trip: Difference
-    experts_used: tuple[int, ...]  # number per layer, on the probe
+    experts_used: tuple[int, ...]  # number of experts used on the probe, by layer
     load_max_over_mean: tuple[float, ...]
-    capacity: float | None  # the capacity of the padded product from here on, on GPUs that use the product
+    capacity: float | None  # the capacity of the padded product after this boundary, on GPUs that use this product
     padded_loss_difference: float | None
     cast_loss_difference: float | None  # loss of bf16 weights minus loss of fp32; None without a cast
     problems: tuple[str, ...]
@@ -82,12 +87,13 @@ class ExpertChoice(NamedTuple):
     """The choices of one expert layer. Legend: N tokens, K experts of a token."""
 
     experts: Tensor  # [N, K], sorted by number
-    margin: Tensor  # [N], between the last expert chosen and the first that was not
-    scale: Tensor  # largest logit
+    # [N], the difference between the logits of the last chosen expert and of the first one that was not chosen
+    margin: Tensor
+    scale: Tensor  # the largest logit
 
 
 class GrowthCheckFailed(ValueError):
-    """A boundary changed the function. `report` has the numbers."""
+    """The function of the model has changed at a boundary. `report` has the numbers."""
 
     def __init__(self, report: BoundaryReport) -> None:
         super().__init__(f"growth into phase {report.phase!r} failed: " + "; ".join(report.problems))
@@ -119,7 +125,7 @@ def check_boundary(
         problems.append("the file does not contain the weights that were saved")
     if phase_index == 1 and min(used) * 2 < config.model.experts:
         problems.append(f"only {min(used)} of {config.model.experts} experts are used in a layer")
-    # Checked for tokens that are padded on this device; neither difference may be NaN.
+    # This is checked only if tokens are padded on this device. Neither difference may be NaN.
     if new.capacity is not None and padded is not None and not abs(padded) <= LOSS_LIMIT:
         problems.append(f"padding moves the loss by {padded:.4f} at capacity {capacity}, limit {LOSS_LIMIT}")
     if cast is not None and not abs(cast) <= LOSS_LIMIT:
@@ -151,7 +157,7 @@ def compare(old: Growth, new: Growth, probe_BT: Tensor) -> Difference:
     with exact(old, new), routed(old) as before, routed(new) as after:
         for tokens_1T in _windows(probe_BT):
             a, b = _logits(old, tokens_1T), _logits(new, tokens_1T)
-            layers = list(zip(before, after, strict=False))  # only the old layers
+            layers = list(zip(before, after, strict=False))  # only the old layers are compared
             before.clear()
             after.clear()
             if tied(layers, PASS[dtype]):
@@ -167,7 +173,7 @@ def compare(old: Growth, new: Growth, probe_BT: Tensor) -> Difference:
         largest = math.inf
     limit = PASS[dtype] * max(1.0, top)
     if math.isnan(total):
-        largest = math.inf  # max() above ignores a NaN
+        largest = math.inf  # needed because max() above ignores a NaN
     compared = probe_BT.shape[0] - ties
     verdict = "pass" if largest <= limit and not flips else "unclear" if largest < FAIL[dtype] else "fail"
     return Difference(
@@ -188,7 +194,7 @@ def round_trip(module: Growth, path: Path) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     state = module.state_dict()
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
-    with safe_open(path, framework="pt") as read:  # tensor by tensor: two copies of phase 3 are 17 GB
+    with safe_open(path, framework="pt") as read:  # read tensor by tensor, because two copies of phase 3 are 17 GB
         same = set(read.keys()) == state.keys()
         for name in state.keys() & set(read.keys()):
             tensor = read.get_tensor(name)
@@ -198,7 +204,9 @@ def round_trip(module: Growth, path: Path) -> bool:
 
 
 def expert_load(module: Growth, probe_BT: Tensor) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """(experts used, largest load over mean load) of each layer on the probe; empty for a dense model."""
+    """For each layer, the number of experts used on the probe, and the largest load divided by the mean load; empty for
+    a dense model.
+    """
     with exact(module):
         load_LE = module(probe_BT).expert_load
     if load_LE is None:
@@ -208,9 +216,9 @@ def expert_load(module: Growth, probe_BT: Tensor) -> tuple[tuple[int, ...], tupl
 
 
 def fit_capacity(module: Growth, probe_BT: Tensor) -> tuple[float | None, float | None]:
-    """(capacity, loss difference padded - dropless), with the capacity raised in steps until the difference is within
-    LOSS_LIMIT. It is raised even if no token is dropped here, because the next node's GPU may drop some. (None, None)
-    for a dense model.
+    """Returns the capacity, and the loss with padding minus the loss without dropped tokens. The capacity is raised in
+    steps until this difference is within LOSS_LIMIT. The capacity is raised even on a device that drops no tokens,
+    because the GPU of the next node may drop some. (None, None) for a dense model.
     """
     ffn = module.blocks[0].ffn
     if not isinstance(ffn, Experts):
@@ -242,9 +250,10 @@ def cast_difference(config: GrowthConfig, phase_index: int, module: Growth, prob
 
 
 def halves_difference(module: Growth, probe_BT: Tensor) -> float:
-    """How far the two copies of a widened stream have parted where it enters the final norm: |first - second| over
-    |first + second| / 2, root mean squares. 0 for ever without noise; about 1e-3 after 20 steps of phase 3 with 0.1.
-    Computed in fp32 at least: products in bf16 part them by 3e-3 alone, and a cast of the weights by 1e-3.
+    """The difference between the two copies of a widened stream at the input of the final norm: |first - second| over
+    |first + second| / 2, as root mean squares. Without noise it stays 0; with a noise of 0.1, it is about 1e-3 after 20
+    steps of phase 3. It is computed at least in fp32, because products in bf16 alone cause a difference of 3e-3, and a
+    cast of the weights one of 1e-3.
     """
     seen: list[Tensor] = []
     with module.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0])), exact(module):
@@ -297,12 +306,14 @@ def routed(module: Growth) -> Iterator[list[ExpertChoice]]:
 
 
 def flipped(old: ExpertChoice, new: ExpertChoice) -> Tensor:
-    """[N]: whether a token goes to other experts."""
+    """For each token, whether it goes to different experts, as [N]."""
     return (old.experts != new.experts).any(-1)
 
 
 def tied(layers: list[tuple[ExpertChoice, ExpertChoice]], limit: float) -> bool:
-    """Whether the first layer that routes differently does so only where its logits tie; later layers follow it."""
+    """Whether the first layer that routes differently does so only where its logits tie; the routing in later layers
+    follows from it.
+    """
     for old, new in layers:
         flipped_N = flipped(old, new)
         if flipped_N.any():
@@ -324,7 +335,7 @@ def _logits(module: Growth, tokens_BT: Tensor) -> Tensor:
 
 
 def _loss(logits_BTV: Tensor, tokens_BT: Tensor) -> float:
-    """Mean next-token cross-entropy, in nats."""
+    """The mean cross-entropy of the next token, in nats."""
     return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), tokens_BT[:, 1:].flatten()).item()
 
 

@@ -15,7 +15,7 @@ class Stories(PreparedDataset[GrowthConfig]):
     """Windows of tokens."""
 
     def prepare(self, folder: Path, supplied: Given) -> DatasetManifest:
-        from gpufleet.job.experiments.dataset import prepare, sources  # imported here: a bill reads no data
+        from gpufleet.job.experiments.dataset import prepare, sources  # imported here, because a bill reads no data
 
         config = self.config
         ids = sources.TextTokenizer(

@@ -1,10 +1,9 @@
-"""Turns one phase's weights into the next one's, keeping the function: pure functions, state dict -> state dict.
+"""Makes the weights of the next phase from those of a phase, so that the model still computes the same function. All
+functions are pure, from a state dict to a state dict. The functions are exact in real arithmetic, and keep the dtype.
+Only rounding remains, which check.py measures. New numbers are drawn on the CPU in fp32 from the given generator, in
+the order of the state dict, so a growth can be repeated anywhere.
 
-The functions are exact in real arithmetic, and keep the dtype. Only rounding remains, which check.py measures. New
-numbers are drawn on the CPU in fp32 from the given generator, in the order of the state dict, so a growth can be
-repeated anywhere.
-
-Three mistakes that look right and are silent: writing E/2 into a tied table (which also halves the input), zero-padding
+Three mistakes look right, and cause no error: writing E/2 into a tied table (which also halves the input), zero-padding
 a normalised stream (which changes the statistics), copying a layer (which is then applied twice).
 """
 
@@ -20,7 +19,9 @@ State = dict[str, Tensor]
 
 
 def grow(config: GrowthConfig, phase_index: int, state: State, generator: torch.Generator) -> State:
-    """The starting weights of a phase, from the end of the phase before: 1 adds experts, 2 width and layers."""
+    """The first weights of a phase, from the last weights of the previous phase: phase 1 adds experts, phase 2 adds
+    width and layers.
+    """
     model = config.model
     if phase_index == 1:
         return upcycle(state, experts=model.experts, router_std=model.router_std, generator=generator)
@@ -31,8 +32,9 @@ def grow(config: GrowthConfig, phase_index: int, state: State, generator: torch.
 
 
 def upcycle(state: State, *, experts: int, router_std: float, generator: torch.Generator) -> State:
-    """Every expert is the dense FFN. Weights over the chosen experts sum to 1, so any router keeps the function; the
-    router is random, because zero logits tie and send every token to the same two experts.
+    """Makes every expert a copy of the dense FFN. The weights of the chosen experts sum to 1, so the function stays the
+    same with any router. The router is random, because if all its logits were zero, every token would go to the same
+    two experts.
     """
     grown: State = {}
     for name, tensor in state.items():
@@ -47,31 +49,33 @@ def upcycle(state: State, *, experts: int, router_std: float, generator: torch.G
 
 
 def widen(state: State, *, noise: float, generator: torch.Generator) -> State:
-    """Twice as wide, activations x -> [x; x]: heads doubled in block order (head_dim stays), FFN units duplicated.
-
-    A matrix's inputs arrive twice, so the matrix is halved, which is exact in binary. `noise` x the matrix's own
-    standard deviation is added to one input half and subtracted from the other: the noise cancels now and lets the
-    copies part in training.
+    """Makes the model twice as wide, with activations x -> [x; x]: heads are doubled in block order (head_dim stays),
+    and FFN units are duplicated. Each input of a matrix now occurs twice, so the matrix is divided by two, which is
+    exact in binary. Noise, `noise` times the standard deviation of the matrix, is added to the half for the first copy
+    of the inputs, and subtracted from the other half. At first the two cancel; in training they let the two copies
+    become different.
     """
     grown: State = {}
     for name, tensor in state.items():
         if name == "embed.weight":
             grown[name] = torch.cat([tensor, tensor], dim=-1)
         elif name.startswith("norm."):
-            # the tied head [E, E] doubles every logit; halving its input once corrects that
+            # The tied head [E, E] doubles every logit. Dividing its input by two corrects this.
             grown[name] = torch.cat([tensor, tensor]) / 2
         elif name.endswith("router.weight"):
-            grown[name] = _widened(tensor, 1, noise, generator)  # keeps the outputs, and so the choice of experts
+            # the outputs, and so the choice of experts, stay the same
+            grown[name] = _widened(tensor, 1, noise, generator)
         elif name.endswith("weight") and tensor.ndim > 1:
             grown[name] = _widened(tensor, 2, noise, generator)
-        else:  # layer norms' gains and biases, Linear biases: one value per output
+        else:  # layer norms' gains and biases, Linear biases: these have one value per output
             grown[name] = torch.cat([tensor, tensor], dim=-1)
     return grown
 
 
 def deepen(state: State, *, new_layers: int, router_std: float, generator: torch.Generator) -> State:
-    """Appends `new_layers` blocks that add exactly 0: weights and biases that write to the residual stream (o and every
-    expert's down-projection) are zero, the rest is initialised as usual. The old layers' tensors are shared.
+    """Appends `new_layers` blocks that add exactly 0 to the residual stream: the weights and biases of the last product
+    in each (o, and the down-projection of every expert) are zero. All other parameters are initialised as usual. The
+    tensors of the old layers are not copied.
     """
     layers = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("blocks."))
     template = [(name.removeprefix("blocks.0."), tensor) for name, tensor in state.items() if ".0." in name[:9]]
@@ -90,8 +94,9 @@ def deepen(state: State, *, new_layers: int, router_std: float, generator: torch
 
 
 def _widened(matrix: Tensor, copies: int, noise: float, generator: torch.Generator) -> Tensor:
-    """[W/2 + N, W/2 - N], with a fresh N for each copy of the outputs. N's scale is each matrix's own, also among
-    stacked experts. The result is written in place: at full size every temporary takes a third of a gigabyte.
+    """The matrix [W/2 + N, W/2 - N], with a new N for each copy of the outputs. The scale of N is that of the matrix;
+    each of the stacked experts has its own. The result is written in place, because at full size every temporary tensor
+    takes a third of a gigabyte.
     """
     rows, columns = matrix.shape[-2:]
     wide = matrix.new_empty(*matrix.shape[:-2], copies * rows, 2 * columns)

@@ -45,14 +45,16 @@ class GrowthOutput(NamedTuple):
 
     logits: Tensor | None  # [B, T, V] in the compute dtype; only without targets
     loss_sum: Tensor | None  # scalar, fp32 or wider: cross-entropy summed over tokens; only with targets
-    # scalar: load balance, mean over layers, 1 when even, without its coefficient; None in a dense model
+    # A scalar: the load balance as the mean over layers, without its coefficient. It is 1 if the load is even; None in
+    # a dense model.
     aux_loss: Tensor | None
-    expert_load: Tensor | None  # [L, E] int64: (token, choice) pairs sent to each expert; None in a dense model
+    # [L, E] int64: number of pairs of a token and a choice for each expert; None in a dense model
+    expert_load: Tensor | None
     router_entropy: Tensor | None  # [L] nats, mean over tokens; None in a dense model
 
     @property
     def aux(self) -> dict[str, Tensor]:
-        """The figures to log, by name; none for a dense model."""
+        """The metric values to log, by name; empty for a dense model."""
         if self.expert_load is None or self.router_entropy is None:
             return {}
         return {"load": self.expert_load, "entropy": self.router_entropy}
@@ -68,8 +70,8 @@ def build(
 ) -> Growth:
     """A freshly initialised model of a phase. `dtype` of the parameters: by default the phase's state dtype.
 
-    Values are drawn on the CPU from `generator` (default: seeded with config.seed), so each device gets the same
-    values. On device "meta" nothing is drawn.
+    The values are random numbers of `generator` on the CPU (by default seeded with config.seed), so that they are the
+    same on each device. On the device "meta", no values are made.
     """
     with torch.device("meta"):
         module = Growth(config, phase_index)
@@ -84,7 +86,9 @@ def build(
 def load(
     config: GrowthConfig, phase_index: int, state: dict[str, Tensor], *, device: torch.device | str = "cpu"
 ) -> Growth:
-    """A model with `state`'s own tensors (moved to `device`, dtype kept). Raises ValueError if they do not fit."""
+    """A model that uses the tensors of `state`, moved to `device`, with their dtype. Raises ValueError if they do not
+    fit.
+    """
     module = build(config, phase_index, device="meta")
     try:
         module.load_state_dict({name: tensor.to(device) for name, tensor in state.items()}, assign=True)
@@ -144,24 +148,27 @@ class Growth(Checkpointed):
         )
 
     def look_up(self, tokens_BT: Tensor) -> Tensor:
-        """The tokens' rows of the table. On a CPU the table's gradient is sparse here, and added row by row into the
-        gradient of the last product, which saves 1 % of a step; not in bf16, which would round each row, nor on a GPU,
-        which adds in no fixed order.
+        """The tokens' rows of the table. On a CPU, the table's gradient is sparse here, and is added row by row to the
+        gradient of the last product, which saves 1 % of a step. The gradient is not sparse in bf16, which would round
+        each row, nor on a GPU, which adds in no fixed order.
         """
         table = self.embed.weight
         sparse = table.device.type == "cpu" and table.dtype != torch.bfloat16
         return F.embedding(tokens_BT, table, sparse=sparse)
 
     def loss(self, x_BTd: Tensor, targets_BT: Tensor) -> Tensor:
-        """Cross-entropy summed over tokens. F.linear_cross_entropy, which holds no logits, is not used: it rounds the
-        sum to the compute dtype (bf16: 3200.0 for 3198.3) and does not compile, and 24 GB suffice for the logits.
+        """Cross-entropy summed over tokens. F.linear_cross_entropy, which needs no memory for logits, is not used,
+        because it rounds the sum to the compute dtype (in bf16, 3198.3 to 3200.0) and cannot be compiled. 24 GB are
+        enough for the logits.
         """
         logits = F.linear(x_BTd, self.embed.weight.to(x_BTd.dtype)).flatten(0, 1)
         return F.cross_entropy(logits.to(at_least_fp32(logits.dtype)), targets_BT.flatten(), reduction="sum")
 
     @property
     def capacity(self) -> float | None:
-        """Rows per expert over the even share, if padded; None if no row is ever dropped."""
+        """If the product is padded, the number of rows for each expert, as a multiple of the even share; None if rows
+        are never dropped.
+        """
         ffn = self.blocks[0].ffn
         return ffn.capacity if isinstance(ffn, Experts) and ffn.dispatch == "padded" else None
 
@@ -174,7 +181,9 @@ class Growth(Checkpointed):
 
 @torch.no_grad()
 def initialise(module: Growth, config: GrowthConfig, generator: torch.Generator) -> None:
-    """Fills the parameters by the table at the top of this file, drawn on the CPU in fp32."""
+    """Fills the parameters as the table at the top of this file says, with random numbers that are made on the CPU in
+    fp32.
+    """
     for name, parameter in module.named_parameters():
         std = initial_std(name, module.shape.layers, config.model.router_std)
         if std is None:
@@ -184,7 +193,9 @@ def initialise(module: Growth, config: GrowthConfig, generator: torch.Generator)
 
 
 def initial_std(name: str, layers: int, router_std: float) -> float | None:
-    """Standard deviation of a matrix by its name in the state dict; None for norms and biases."""
+    """The standard deviation of the initial values of a matrix, by its name in the state dict; None for norms and
+    biases.
+    """
     if "norm" in name or not name.endswith("weight"):
         return None
     if name.endswith("router.weight"):

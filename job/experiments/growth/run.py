@@ -29,7 +29,7 @@ from gpufleet.job.experiments.growth.spec import GrowthConfig
 from gpufleet.job.experiments.models.blocks import any_length
 from gpufleet.job.kind.common import Rung
 
-PROBE = 8  # windows of held-out text on which old and new model must agree
+PROBE = 8  # number of windows of held-out text on which the old and the new model must agree
 
 
 class TinystoriesGrowth(Experiment):
@@ -45,11 +45,13 @@ class TinystoriesGrowth(Experiment):
         self.sizes = self.config.phases()
         self.phases = Phase.chain(self.sizes)
         self.progress: dict[str, Any] = {"boundaries": [], "phases": {}, "capacity": {}}
-        self._at: tuple[Phase, growth.Growth] | None = None  # the phase and model that are being trained
+        self._at: tuple[Phase, growth.Growth] | None = None  # the phase and the model in training
         self.probe_BT = next(iter(self.dataset.fixed(PROBE, PROBE, session.world).micros)).inputs[0]
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
-        """Fresh weights, or grown and verified ones. Raises GrowthCheckFailed; growth_report.json has the numbers."""
+        """New weights, or weights that were grown and verified. Raises GrowthCheckFailed; growth_report.json has the
+        numbers.
+        """
         device = self.session.device.torch
         self._announce(phase)
         if previous is None:
@@ -85,7 +87,9 @@ class TinystoriesGrowth(Experiment):
         return grown
 
     def blank(self, phase: Phase) -> nn.Module:
-        """Uninitialised weights of the phase's shapes, with the capacity that its boundary found."""
+        """Uninitialised weights with the shapes of the phase, and with the capacity that the check at its beginning has
+        chosen.
+        """
         self._announce(phase)
         device = self.session.device.torch
         meta = growth.build(self.config, phase.index, device="meta")
@@ -98,7 +102,7 @@ class TinystoriesGrowth(Experiment):
         return module
 
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
-        """AdamW with the model's own table of what decays."""
+        """AdamW, with weight decay for the parameters that the model names."""
         groups = optimizer.groups(module, growth.decays, self.config.optim.weight_decay)
         return optimizer.make(groups, self.config.optim, seed=self.config.seed)
 
@@ -116,7 +120,9 @@ class TinystoriesGrowth(Experiment):
         return self.dataset.fixed(self.config.eval.windows, rung.micro, self.session.world)
 
     def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
-        """Per layer: the largest expert's load over the mean one, and the router's entropy in nats."""
+        """For each layer, the load of the most used expert divided by the mean load, and the router's entropy
+        in nats.
+        """
         if not aux:
             return {}
         spread = aux["load"].max(-1).values / aux["load"].float().mean(-1)
@@ -126,12 +132,14 @@ class TinystoriesGrowth(Experiment):
         }
 
     def requires(self, phase: Phase) -> tuple[str, ...]:
-        """The exports of all earlier boundaries: a resume repeats only those at the end of its own phase."""
+        """The exports of all earlier boundaries, because a resume repeats only those at the end of its own phase."""
         done = [(f"{EXPORTS}/phase{n}_end", f"{EXPORTS}/phase{n + 1}_start") for n in range(1, phase.index + 1)]
         return tuple(name for pair in done for name in pair)
 
     def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
-        """Writes weights, greedy samples and expert load; and how far a widened model's halves have parted."""
+        """Writes weights, greedy samples and expert load, and the difference between the two halves of a
+        widened model.
+        """
         assert isinstance(module, growth.Growth)
         name = f"phase{phase.index + 1}_end"
         export.export(self._export(name), module, self._meta(phase, module, weights))

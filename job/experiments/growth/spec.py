@@ -16,7 +16,8 @@ from gpufleet.job.kind import common
 from gpufleet.job.kind.batch import rows_per_rank
 from gpufleet.job.kind.job import Alternative
 
-LOGIT_BYTES = 12  # per token and vocabulary entry at the peak: fp32 log-probabilities and two fp32 gradients
+# bytes per token and vocabulary entry at the peak of memory: fp32 log-probabilities and two fp32 gradients
+LOGIT_BYTES = 12
 # Measured on compiled steps with an H100 and an H200 (bench/results/gpu.md): the share of a layer's activations that
 # remains, and bytes per logit. At 16, 32 and 128 windows all three phases come within 7 % of the peaks measured there.
 COMPILED_KEEPS, COMPILED_LOGIT_BYTES = 0.8, 5
@@ -25,11 +26,12 @@ COMPILED_KEEPS, COMPILED_LOGIT_BYTES = 0.8, 5
 # first phase, of 7 layers, 24.4 and 25.5 in the second (bench/results/gpu.md); an empty launch takes 26 us on a core of
 # 2.8 GHz, a launch of these steps 36.
 LAYER_LAUNCH_MS, LAUNCH_MS = (1.9, 3.1), 3.0
-# The same with CUDA graphs, fitted to 10.9 and 21.8 ms on an H100 with the compiler's graphs, one for each block. One
-# graph for all passes of a step leaves the host less to launch, but is not measured.
+# The same times with CUDA graphs. They are fitted to 10.9 and 21.8 ms on an H100 with the compiler's graphs, of which
+# there is one for each block. With one graph for all passes of a step the host has less to launch, but this was not
+# measured.
 LAYER_GRAPH_MS = (1.1, 2.7)
 GROWTH_PASSES = 5  # passes over the new fp32 weights at 1 GB/s: grow, check before and after, export, read back
-COMPILE_S = 40.0  # per grown phase, on CUDA only; the first phase compiles within the set-up minutes
+COMPILE_S = 40.0  # seconds for each grown phase, only on CUDA; the first phase compiles within the set-up minutes
 BYTES_PER_STORY = 444  # 50,000 stories = 11,091,575 GPT-2 tokens of 2 bytes
 _PHASES = ("dense", "moe", "grown")
 
@@ -46,13 +48,14 @@ class GrowthModel:
     experts: int = common.bounded(8, 2, 256)
     top_k: int = common.bounded(2, 1, 64)
     new_layers: int = common.bounded(4, 0, 200)  # appended in phase 3
-    router_std: float = common.bounded(0.02, 1e-6, 1.0)  # with 0 every token would tie to the same experts
-    symmetry_noise: float = common.bounded(0.1, 0.0, 1.0)  # times a matrix's std, antisymmetric over the input halves
+    router_std: float = common.bounded(0.02, 1e-6, 1.0)  # if it were 0, every token would go to the same experts
+    # as a multiple of a matrix's standard deviation; with opposite signs in the two halves of the inputs
+    symmetry_noise: float = common.bounded(0.1, 0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextData:
-    """Token windows drawn by (seed, step). storage.dataset names the prepared dataset."""
+    """Windows of tokens, chosen at random by (seed, step). storage.dataset names the prepared dataset."""
 
     sequence: int = common.bounded(256, 8, 131072)  # tokens per window
     # what `gpufleet prepare` downloads or generates
@@ -62,7 +65,7 @@ class TextData:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Windows per optimizer step. `micro` None: the largest rung of the ladder that fits."""
+    """Windows per optimizer step. `micro`: None for the highest rung of the ladder that fits."""
 
     sequences: int = common.bounded(16, 1, 65536)
     micro: int | None = common.bounded(None, 1, 65536)
@@ -75,7 +78,7 @@ class AdamW:
     lr: tuple[float, ...] = common.bounded((3e-4, 1e-4, 8e-5), 1e-9, 1.0)
     weight_decay: float = common.bounded(0.01, 0.0, 1.0)
     betas: tuple[float, ...] = common.bounded((0.9, 0.95), 0.0, BELOW_ONE)
-    eps: float = common.bounded(1e-8, 1e-16, 1e-2)  # with 0 a row without gradient would be 0 / 0
+    eps: float = common.bounded(1e-8, 1e-16, 1e-2)  # if it were 0, the update of a row without gradient would be 0 / 0
     clip: float = common.bounded(1.0, 0.0, 1e6)
     warmup_after_growth: int = common.bounded(20, 0, 100_000)
     load_balance: float = common.bounded(0.01, 0.0, 10.0)  # coefficient of the router's load-balance term, phases 2, 3
@@ -85,12 +88,12 @@ class AdamW:
 class Precision(common.Compute):
     """`compute` is the dtype of the matmuls; `phase3_state` that of weights, gradients and moments in phase 3."""
 
-    phase3_state: Literal["bf16", "fp32"] = "bf16"  # bf16 for any fleet with a 24 GB type
+    phase3_state: Literal["bf16", "fp32"] = "bf16"  # bf16 is needed for any fleet with a type of 24 GB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eval:
-    """Validation on the same fixed windows every time; greedy samples at each phase end."""
+    """Validation, which always uses the same windows, and greedy samples at the end of each phase."""
 
     every: int = common.bounded(50, 1, 1_000_000)  # steps
     windows: int = common.bounded(32, 1, 65536)
@@ -115,7 +118,8 @@ class GrowthConfig(ExperimentConfig):
 
     steps_per_phase: int = common.bounded(1000, 1, 10_000_000)
     seed: int = common.bounded(1337, 0, 2**31 - 1)
-    device: Literal["cuda", "cpu"] = "cuda"  # cuda without a CUDA device is an error, never a silent CPU run
+    # if there is no CUDA device, `cuda` is an error, and the run does not use the CPU instead
+    device: Literal["cuda", "cpu"] = "cuda"
     model: GrowthModel = GrowthModel()
     data: TextData = TextData()
     batch: Batch = Batch()
@@ -199,15 +203,17 @@ class GrowthConfig(ExperimentConfig):
         moments = 2 * total * state
         fused = self.runs_compiled() and not checkpointing
         layer = tokens * _layer_bytes(s, compute, checkpointing=checkpointing) * (COMPILED_KEEPS if fused else 1)
-        activations = s.layers * layer + tokens * 2 * s.width * compute  # + the final norm's input and output
+        activations = s.layers * layer + tokens * 2 * s.width * compute  # and the input and output of the final norm
         logits = tokens * s.vocab * (COMPILED_LOGIT_BYTES if fused else LOGIT_BYTES)
-        # The first micro-batch allocates the gradients; later micro-batches, the last perhaps smaller, add to them.
+        # The first micro-batch allocates the gradients. Later micro-batches, of which the last may be smaller, add to
+        # them.
         head = s.vocab * s.width * state  # the tied table's gradient comes first, beside all activations
         first = max(activations + max(logits, head), gradients + layer)
         second = min(micro, self.batch.sequences - micro) / micro
         shared = max(first, gradients + second * (activations + logits))
         if self.device == "cuda" and self.records():
-            # A graph keeps its memory between steps, so evaluation has its own: one layer's, and the logits'.
+            # A graph keeps its memory between steps, so an evaluation needs memory of its own: for one layer, and for
+            # the logits.
             rows = min(micro, self.eval.windows) * self.data.sequence
             layers_own = rows * _layer_bytes(s, compute, checkpointing=False) + cast * made / s.layers * compute
             logits_own = rows * s.vocab * (compute if fused else compute + 8) + cast * table * compute
@@ -226,7 +232,7 @@ class GrowthConfig(ExperimentConfig):
         return cuts(whole, self.batch.micro, [whole, whole * 3 // 4, whole // 2, whole // 4])
 
     def state_dtype(self, phase_index: int) -> str:
-        """fp32 or bf16, the same for weights, gradients and moments. It never depends on the GPU."""
+        """fp32 or bf16, the same for weights, gradients and moments. The dtype never depends on the GPU."""
         return self.precision.phase3_state if phase_index == 2 else "fp32"
 
     def records(self) -> bool:
@@ -254,8 +260,9 @@ class GrowthConfig(ExperimentConfig):
 
     @common.remembered
     def sizes(self) -> common.Sizes:
-        """A checkpoint has weights and two moments: 12 B per parameter in fp32, 6 in bf16. A phase's start is exported
-        as the verified fp32 file, whatever dtype training casts it to; a phase's end is exported in the training dtype.
+        """A checkpoint has weights and two moments: 12 B per parameter in fp32, 6 in bf16. The first weights of a phase
+        are exported as the verified fp32 file, whatever dtype training uses; a phase's end is exported in the training
+        dtype.
         """
         totals = [parameters(shape(self.model, i))[0] for i in range(len(_PHASES))]
         widths = [2 if self.state_dtype(i) == "bf16" else 4 for i in range(len(_PHASES))]
@@ -295,7 +302,9 @@ def shape(model: GrowthModel, phase_index: int) -> Shape:
 
 
 def parameters(s: Shape) -> tuple[int, int]:
-    """(total, active per token). Router without bias; every other Linear and both norms with bias; head tied."""
+    """The number of all parameters, and of those that are active for a token. The router has no bias; all other Linear
+    layers and both norms have one; the head is tied.
+    """
     d, h = s.width, s.ffn
     fixed = s.vocab * d + 2 * d + s.layers * (4 * d * d + 4 * d + 4 * d)
     ffn = 2 * d * h + h + d
@@ -314,14 +323,16 @@ def flops_per_token(s: Shape, sequence: int) -> int:
 
 
 def _launch_ms(config: GrowthConfig, s: Shape) -> float:
-    """Milliseconds of the host for one step; with `batch.micro` unset the whole batch is one micro-batch."""
+    """Milliseconds of the host for one step; if `batch.micro` is not set, the whole batch is one micro-batch."""
     micros = -(-config.batch.sequences // (config.batch.micro or config.batch.sequences))
     layer_ms = LAYER_GRAPH_MS if config.records() else LAYER_LAUNCH_MS
     return micros * s.layers * layer_ms[1 if s.experts else 0] + LAUNCH_MS
 
 
 def _growth_s(config: GrowthConfig, parameters: int) -> float:
-    """Seconds from the end of a phase to the first step of the grown one, which has so many `parameters`."""
+    """Seconds from the end of a phase to the first step of the grown phase. `parameters`: the number of its
+    parameters.
+    """
     return GROWTH_PASSES * parameters * 4 / 1e9 + (COMPILE_S if config.device == "cuda" else 0.0)
 
 
@@ -329,12 +340,12 @@ def _layer_bytes(s: Shape, compute: int, *, checkpointing: bool) -> float:
     """Bytes that autograd keeps of a token in a layer; with checkpointing only products' and attention's results."""
     d, h = s.width, s.ffn
     rows = s.top_k * CAPACITY if s.experts else 1.0
-    products = 4 * d + rows * h  # q, k, v, attention; the FFN's up-projection
+    products = 4 * d + rows * h  # results of q, k, v and attention, and of the FFN's up-projection
     if s.experts:
         products += s.top_k * d  # the experts' results, weighted per token
     if checkpointing:
         return compute * (d + products) + 4 * s.heads
-    rest = 6 * d + rows * h  # two norms' inputs and outputs; q and k turned; after GELU
+    rest = 6 * d + rows * h  # inputs and outputs of two norms; q and k after rotation; the result of GELU
     if s.experts:
         rest += rows * d  # rows gathered by expert
     wide = 4 * d if s.experts and compute < 4 else 0  # the router's input in fp32

@@ -21,8 +21,8 @@ class KernelPairs(PackedData[KernelConfig]):
         return prepare_kernels(folder, self.config, text=supplied.text, tokenizer=own, say=supplied.say)
 
     def differs(self, manifest: DatasetManifest, weights: Path | None) -> str:
-        """Adds a dataset that is too short for a curriculum: a curriculum acts between two epochs, so between two
-        steps, and the trainer would refuse such a dataset.
+        """The other differences, and that a dataset is too short for a curriculum. A curriculum changes the data
+        between two epochs, so an epoch must have at least one step; the trainer would refuse a shorter dataset.
         """
         if differs := super().differs(manifest, weights):
             return differs

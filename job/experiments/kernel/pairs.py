@@ -1,8 +1,9 @@
 """kernel-sft's pairs of a PyTorch program and a Triton program, packed into rows as packed.py writes them.
 
-A JSONL file has {prompt, answer} per line, into which KernelBook's pairs are easily converted; the seed chooses
-`data.samples` of them. Generated pairs are seeded kernels of the twenty tasks, with a tokenizer of bytes: any program
-can be written in 256 ids and a few special tokens. The loss is on the answer. User mistakes raise ValueError.
+A JSONL file has {prompt, answer} per line, a form into which the pairs of KernelBook are easily converted;
+`data.samples` of them are chosen by the seed. Generated pairs are seeded kernels of the twenty tasks, with a tokenizer
+of bytes: any program can be written in 256 ids and a few special tokens. The loss is on the answer. User mistakes raise
+ValueError.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from gpufleet.job.experiments.kernel.judge.catalog import TASKS
 from gpufleet.job.experiments.kernel.judge.curriculum import require_practice, tasks_of
 from gpufleet.job.experiments.kernel.spec import KernelConfig
 
-HELD_OUT = 0.02  # share of the pairs for a validation loss; at least one
-LOOKED_AT = 1000  # most answers to check: a very long one takes a second
-FEW = 0.5  # share of accepted answers: a model that learns from a smaller share writes mostly refused programs
+HELD_OUT = 0.02  # the share of the pairs that is held out for the validation loss; at least one pair
+LOOKED_AT = 1000  # at most this many answers are checked, because a very long one takes a second
+# warns if a smaller share of the answers is accepted, because a model that learns from them would write mostly refused
+# programs
+FEW = 0.5
 BLOCKS = (128, 256, 512, 1024, 2048)
 WANTED = "prompt and answer"  # keys of a line
 
@@ -42,8 +45,8 @@ def prepare_kernels(
     tokenizer: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> DatasetManifest:
-    """The dataset in `folder`, made now or already there, from a JSONL file (`text`) or generated. `tokenizer`: the
-    base weights' own tokenizer.json. Raises ValueError.
+    """The dataset in `folder`, from a JSONL file (`text`) or generated. The dataset is made if it does not exist.
+    `tokenizer`: the base weights' own tokenizer.json. Raises ValueError.
     """
     data, template = config.data, TEMPLATES[config.model.family]
     how = Packing(row=data.row, longest=data.row, held_out=HELD_OUT, seed=config.seed)
@@ -58,7 +61,8 @@ def prepare_kernels(
             _ = pairs.name  # raises ValueError if the file cannot be read
             tasks = (tasks_of(question.text) for question, _ in pairs.conversations())
             beginning = f"{text}: job.parameters.data.curriculum is {data.curriculum}, but no pair"
-            require_practice(tasks, TASKS[: config.generate.tasks], beginning)  # as the trainer would on a paid node
+            # checked here, because the trainer would find it only on a paid node
+            require_practice(tasks, TASKS[: config.generate.tasks], beginning)
     manifest = prepare_packed(folder, pairs, own, template, how, model_vocab=config.model.vocab, say=say)
     if isinstance(pairs, PairsFile):
         say(admitted(pairs))
@@ -66,8 +70,8 @@ def prepare_kernels(
 
 
 def admitted(pairs: PairsFile) -> str:
-    """A sentence on how many answers the funnel's rules would accept, and why they refuse the others: a model writes
-    what it has been shown.
+    """A sentence about how many answers the funnel's rules would accept, and why they would refuse the others. This
+    matters because a model learns to write programs like these.
     """
     first = itertools.islice(pairs.conversations(), LOOKED_AT)
     problems = [rules.problem(answers.program(answer.text)) for _, answer in first]
@@ -82,7 +86,7 @@ def admitted(pairs: PairsFile) -> str:
 
 @dataclass(frozen=True)
 class GeneratedKernels:
-    """`count` seeded kernels, task after task, with different block sizes."""
+    """`count` kernels that are generated with a seed, for one task after another, with different block sizes."""
 
     count: int
     seed: int

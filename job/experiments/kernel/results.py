@@ -1,5 +1,5 @@
-"""Writes a finished kernel-sft's results: the verdicts' table and results.json. In a run by parts, what results need of
-the training goes with the candidates from the part `train` to the part `judge`.
+"""Writes a finished kernel-sft's results: the verdicts' table and results.json. If the run has parts, the part `train`
+passes the facts that the results need to the part `judge`, together with the candidates.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ HEAD = {"schema": 1, "experiment": "kernel-sft"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """The facts about a finished training that results need; JSON in final/ of the part `train`."""
+    """The facts about a finished training that the results need. The part `train` writes them as JSON into final/."""
 
     phases: Sequence[Phase]
-    progress: Mapping[str, Any]  # as in the run's checkpoints
+    progress: Mapping[str, Any]  # the progress, as it is in the run's checkpoints
     figures: Mapping[str, Any]  # entries of results.json
 
 
@@ -79,7 +79,9 @@ def hand_on(session: Session, trained: Training, made: Made) -> None:
 
 
 def handed_on(folder: Path) -> tuple[Training, dict[str, list[Candidate]]]:
-    """The training and its candidates by phase, from the files of `hand_on`. Raises ValueError without them."""
+    """The training and its candidates by phase, from the files of `hand_on`. Raises ValueError if these files are
+    missing.
+    """
     if (tree := atomic.read_object(folder / TRAINING)) is None:
         raise ValueError(f"{folder} has no {TRAINING}: job.parameters.candidates names a stage of the part `train`")
     trained = Training(**{**tree, "phases": [Phase(**entry) for entry in tree["phases"]]})
@@ -136,7 +138,9 @@ def write(session: Session, config: KernelConfig, trained: Training, verdicts: d
 
 
 def _per_candidate(judged: Sequence[Verdict]) -> dict[str, float]:
-    """Figures per candidate, by the bill's names. A candidate that reaches stage 5 counts as correct."""
+    """The mean seconds per candidate, by the names in the bill. A candidate that reaches stage 5 is taken to be
+    correct.
+    """
     after = STAGES[STAGES.index("compile") + 1 :]
     return {
         "compile_s": fmean(verdict.seconds.get("compile", 0.0) for verdict in judged),

@@ -1,11 +1,12 @@
 """kernel-sft: trains all weights of a code model on kernel pairs, generates candidates, and judges them in the funnel.
 
-Training is FSDP2. stages.py does what follows training; each stage appends finished results to stages/*.jsonl, so a
-restart repeats no finished candidate. With `data.curriculum: on` the model is tried at the end of each epoch, and the
-next epoch draws more from tasks that the model half masters (judge/curriculum.py). With `compare` there are two phases
-of equally many steps, each from the base: the first without the curriculum, the second with it. The first phase's
-candidates are written at the end of that phase. The run leaves `final/` (the last phase's bf16 weights in the published
-layout, the tokenizer), `stages/candidates.jsonl`, `stages/verdicts.jsonl` and `results.json`.
+Training is FSDP2. stages.py does the work that follows training. The module stages.py appends finished results to
+stages/*.jsonl at once, so that a restart repeats no finished candidate. With `data.curriculum: on`, the model is tested
+at the end of each epoch, and the next epoch has more samples of tasks that the model half masters
+(judge/curriculum.py). With `compare` there are two phases with the same number of steps, each from the base weights:
+the first without the curriculum, the second with it. The first phase's candidates are written at the end of that phase.
+The run leaves `final/` (the last phase's bf16 weights in the published layout, the tokenizer),
+`stages/candidates.jsonl`, `stages/verdicts.jsonl` and `results.json`.
 """
 
 from __future__ import annotations
@@ -62,13 +63,13 @@ class Kernel(Experiment):
         ]
         self.params_total = sizes[0].params_total
         self.row_tasks = [] if self.config.data.curriculum == "off" else self._row_tasks()
-        # `evaluations`: [steps done, task -> pass rate], oldest first. `val_loss`: the loss of each finished phase, by
-        # name.
+        # `evaluations`: pairs of the steps done and the pass rate of each task, oldest first. `val_loss`: the loss of
+        # each finished phase, by name.
         self.progress: dict[str, Any] = {"evaluations": [], "val_loss": {}}
         self.module: Decoder | None = None
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
-        """The base, sharded: the same for every phase."""
+        """The base weights, sharded. These weights are the same for every phase."""
         self.session.say(
             f"{phase.name}: {self.params_total:,} parameters, all trained; {phase.steps} steps of {self.per_step} rows,"
             f" {self.config.epochs} epochs of {self.rows:,} rows; {self.manifest.facts['examples']:,} pairs"
@@ -92,7 +93,9 @@ class Kernel(Experiment):
         return lr
 
     def batch(self, phase: Phase, step: int, rung: Rung) -> Work:
-        """This rank's part of the epoch's next rows, which depend only on seed, step and last evaluation."""
+        """This rank's part of the next rows of the epoch. The rows depend only on the seed, the step and the last
+        evaluation.
+        """
         return self.batches.work("train", self.step_rows(phase, step), rung.micro, per_step=self.per_step)
 
     def step_rows(self, phase: Phase, step: int) -> Ids:
@@ -101,7 +104,7 @@ class Kernel(Experiment):
         places = np.arange(done * self.per_step, min((done + 1) * self.per_step, self.config.epochs * self.rows))
         known = [(at, rates) for at, rates in self.progress["evaluations"] if phase.first < at <= step]
         at, rates = known[-1] if known else (phase.first, {})
-        # rows that were drawn before the rates were known; one step can have rows of two epochs
+        # Rows that were chosen before the rates were known. One step can have rows of two epochs.
         over = (at - phase.first) * self.per_step
         return in_epochs(places, self.rows, lambda epoch: self._epoch(epoch, rates, max(0, over - epoch * self.rows)))
 
@@ -115,7 +118,7 @@ class Kernel(Experiment):
 
     @torch.no_grad()
     def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float | None:
-        """The loss on the held-out rows; for the curriculum also pass rates, if another epoch follows."""
+        """The loss on the held-out rows; for the curriculum, also the pass rates, if another epoch follows."""
         loss = super().evaluate(phase, step, module, rung)
         if self.config.data.curriculum != "off" and phase is self.phases[-1] and step < phase.last:
             assert self.module is not None
@@ -134,7 +137,7 @@ class Kernel(Experiment):
             stages.candidates(self, module, phase)
 
     def finish(self) -> None:
-        """Writes weights, candidates, verdicts and results; as part `train`, the input of part `judge`. Raises
+        """Writes weights, candidates, verdicts and results; in the part `train`, the input of the part `judge`. Raises
         Stopped.
         """
         assert self.module is not None
@@ -158,15 +161,19 @@ class Kernel(Experiment):
             tuning.leave(self.session, self.manifest, self.config, self.module, meta)
 
     def _epoch(self, epoch: int, rates: dict[str, float], begun: int) -> Ids:
-        """The epoch's rows in order; with pass rates, those after the `begun` rows that were drawn without them."""
+        """The epoch's rows in order; if there are pass rates, the rows that follow the `begun` rows, which were chosen
+        without the rates.
+        """
         weight = [float(np.mean(curriculum.weights(tasks, rates))) for tasks in self.row_tasks]
-        if not rates or len(set(weight)) == 1:  # all rows weigh the same, as without a curriculum
+        if not rates or len(set(weight)) == 1:  # all rows have the same weight, as without a curriculum
             return order(self.config.seed, epoch, self.rows)
         drawn = curriculum.order(weight, seed=self.config.seed, epoch=epoch, begun=begun)
         return np.array([-1] * begun + drawn, dtype=np.int64)
 
     def _row_tasks(self) -> list[list[frozenset[str]]]:
-        """For each row, the tasks of each example. Raises ValueError if a curriculum has nothing to weigh."""
+        """For each row, the tasks of each example. Raises ValueError if there is a curriculum but no row practises a
+        task.
+        """
         per_epoch, data = -(-self.rows // self.per_step), self.config.data
         if per_epoch >= self.phases[0].steps:
             raise ValueError(
@@ -188,7 +195,7 @@ class Kernel(Experiment):
 
 
 class Judging(Kernel):
-    """The part `judge`: it has no phases, so the loop asks for nothing but its end."""
+    """The part `judge`: it has no phases, so the loop only calls its end."""
 
     def __init__(self, session: Session) -> None:
         assert isinstance(session.config, KernelConfig)

@@ -1,11 +1,12 @@
 """kernel-sft: trains all weights on packed rows, then generates, then runs the funnel. A micro-batch counts rows.
 
-A run does all of it, or one part: `train` ends with the candidates, `judge` judges those of an earlier stage.
+A run does all of this, or only one part: `train` ends with the candidates, and `judge` judges the candidates of an
+earlier stage of the run.
 
 The funnel's seconds per candidate are assumptions until a run has measured them, except for the judge's own work on a
 CPU. Compilation is spread over all vCPUs: seconds to tens of seconds of one core. One worker per GPU does the other
 stages, one candidate after another: the worker starts a process, sends inputs, and compares tens of megabytes per input
-in one thread. Most of that time the GPU waits, and is billed.
+in one thread. For most of this time the GPU waits, but it is billed.
 """
 
 from __future__ import annotations
@@ -20,23 +21,25 @@ from gpufleet.job.experiments.tuning import spec as tuning
 from gpufleet.job.experiments.tuning.spec import TokenBatch, TuningConfig
 from gpufleet.job.kind import common
 
-COMPILE_CORE_S = 20.0  # one Triton kernel with its variants, on one core
+COMPILE_CORE_S = 20.0  # seconds to compile one Triton kernel with its variants on one core
 # Worker seconds per candidate: a new process (4 CPU-s to import torch and triton), its driver and its tiny run.
 STARTED_GPU_S = 6.0
-# A correct candidate also takes stages 4 and 5. The judge itself takes 29 s of that in one thread at a GPU's sizes, if
-# inputs are kept: 10 s for stage 4 (8 with float16, 9 to 10 with one argument, 12 with two, 17 with three), 7 s for
-# each try of stage 5 (6 to 9), which is taken 1.4 times, and 9 s for the repeated check with timing (8 with one
+# A correct candidate also takes stages 4 and 5. For the sizes on a GPU, the judge itself needs 29 s of this time in one
+# thread, if inputs are kept: 10 s for stage 4 (8 with float16, 9 to 10 with one argument, 12 with two, 17 with three),
+# 7 s for each try of stage 5 (6 to 9), which is taken 1.4 times, and 9 s for the repeated check with timing (8 with one
 # argument, 10 with two). Measured: thread CPU time of funnel.Judge on four tasks, the last only for packing and
 # comparing, torch on the CPU instead of the candidate; 2 shared cores of an Intel Xeon, 2026-11-22. The rest, copies to
 # the GPU and kernels, is assumed.
 CORRECT_GPU_S = 35.0
-FULL_RUN_S, INPUTS, ADVERSARIAL = 10.0, 5, 9  # seconds of that stage 4; its random inputs then, and those of tasks.py
-INTERPRETED_S = 0.3  # per rank, for a candidate in Triton's interpreter: 1,300 in 190 s on two (rehearsal, 2026-11-22)
-CORRECT_SHARE = 0.2  # KernelLLM-8B reports pass@1 20.2
-AT_ONCE = 32  # sequences that a rank generates together, and loses together if the run is stopped
-TRIED = 4  # candidates per task in a curriculum's evaluation
+# the seconds of that stage 4; the number of its random inputs at that time, and of those in tasks.py
+FULL_RUN_S, INPUTS, ADVERSARIAL = 10.0, 5, 9
+# seconds per rank for a candidate in Triton's interpreter; two ranks took 190 s for 1,300 (rehearsal, 2026-11-22)
+INTERPRETED_S = 0.3
+CORRECT_SHARE = 0.2  # assumed share of correct candidates; KernelLLM-8B reports a pass@1 of 20.2 %
+AT_ONCE = 32  # number of sequences that a rank generates together; all of them are lost if the run is stopped
+TRIED = 4  # number of candidates per task in an evaluation for a curriculum
 HELD_OUT = 0.02  # share of the pairs in each evaluation (job/experiments/kernel/pairs.py)
-CANDIDATES, TRAINING = HANDED = ("candidates.jsonl", "training.json")  # in final/ of the part that trains
+CANDIDATES, TRAINING = HANDED = ("candidates.jsonl", "training.json")  # files in final/ of the part that trains
 _KERNEL = "gpufleet.job.experiments.kernel"
 
 
@@ -46,10 +49,10 @@ class KernelData:
 
     source: Literal["jsonl", "generated-kernels"] = "jsonl"
     samples: int = common.bounded(1000, 1, 10_000_000)
-    # expected; the prepared dataset's own value replaces it
+    # An expected value, which that of the prepared dataset replaces.
     tokens_per_sample: float = common.bounded(8192.0, 1.0, 131072.0)
     row: int = common.bounded(8192, 8, 131072)
-    # later epochs draw more from half-mastered tasks; `compare`: both ways
+    # Whether later epochs have more samples of half-mastered tasks; `compare` trains both ways.
     curriculum: Literal["off", "on", "compare"] = "off"
 
 
@@ -67,15 +70,18 @@ class Generation:
 class Funnel:
     """Limits of the verification funnel. Each candidate runs in its own process."""
 
-    # known candidates judged beside the generated candidates; planted.py has no more
+    # The number of planted candidates that are judged in addition to the generated ones; planted.py has no more than
+    # this.
     planted: int = common.bounded(0, 0, 200)
     workers: int | None = common.bounded(None, 1, 1024)  # None = one per GPU, or one per CPU core without GPUs
     candidate_s: float = common.bounded(60.0, 0.1, 3600.0)  # wall-clock of one candidate in one stage
     memory_gb: float = common.bounded(16.0, 0.1, 1024.0)
     inputs: int = common.bounded(5, 1, 1000)  # random inputs of the full run, besides the adversarial inputs
-    trials: int = common.bounded(100, 1, 100_000)  # of the timing
-    suspicious: float = common.bounded(2.0, 1.0, 1000.0)  # a faster one is run again with fresh inputs
-    ablations: bool = True  # only 0.1.0 used it, to judge all again with each extension off
+    trials: int = common.bounded(100, 1, 100_000)  # number of trials in the timing
+    # a candidate with a higher speed-up is run again with new inputs
+    suspicious: float = common.bounded(2.0, 1.0, 1000.0)
+    # used only by version 0.1.0, which judged all candidates again with each extension switched off
+    ablations: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +94,8 @@ class KernelConfig(TuningConfig):
     )  # fmt: skip
 
     part: Literal["all", "train", "judge"] = common.added_later("all")
-    candidates: str = common.added_later("")  # of the part `judge`: the stage that has written the candidates
+    # for the part `judge`: the stage of the run that has written the candidates
+    candidates: str = common.added_later("")
     epochs: int = common.bounded(1, 1, 1000)
     seed: int = common.bounded(1337, 0, 2**31 - 1)
     device: Literal["cuda", "cpu"] = "cuda"
@@ -122,7 +129,8 @@ class KernelConfig(TuningConfig):
     def demands(self) -> common.Demands:  # type: ignore[override]
         return common.Demands(
             one_node="its candidates are judged on one node, while the others would wait and be billed",
-            # Untrusted candidates run in namespaces, which docker's default profile forbids; this one forbids the rest.
+            # Untrusted candidates run in namespaces, which docker's default profile forbids. This profile allows them,
+            # and forbids everything else that the default profile forbids.
             container_options="--security-opt seccomp={app}/gpufleet/job/node/namespaces.json",
             inputs=(("candidates", self.candidates),) if self.candidates else (),
             takes=HANDED,
@@ -174,7 +182,7 @@ class KernelConfig(TuningConfig):
             return common.PhaseSize(
                 name=name,
                 steps=tuning.steps(tokens, self.batch.tokens),
-                forward_tokens=int(HELD_OUT * tokens),  # an evaluation after each epoch
+                forward_tokens=int(HELD_OUT * tokens),  # for an evaluation after each epoch
                 decode_steps=tries * self.generate.max_tokens,
                 decode_sequences=self.generate.tasks * TRIED,
                 decode_at_once=AT_ONCE,
@@ -203,9 +211,9 @@ class KernelConfig(TuningConfig):
 
     @common.remembered
     def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
-        """Training needs fp32 state split over the ranks, and gathered weights of two layers. `generate` needs the
-        trained weights, still split; whole weights of the compute dtype on each GPU; and the cache for the GPU's share
-        of the sequences. `verify` needs the memory limit of a candidate.
+        """The memory of each phase. Training needs the fp32 state, split over the ranks, and the gathered weights of
+        two layers. `generate` needs the trained weights, still split; whole weights of the compute dtype on each GPU;
+        and the cache for the GPU's share of the sequences. `verify` needs the memory limit of a candidate.
         """
         m, phase = self.model, self.phases()[phase_index]
         compute = 2 if self.precision.compute == "bf16" else 4
@@ -245,8 +253,8 @@ class KernelConfig(TuningConfig):
 
     @common.remembered
     def sizes(self) -> common.Sizes:
-        """Full state during training; then fp32 weights for the later stages, which leave only small results. The part
-        `judge` has neither.
+        """The sizes of checkpoints: the full state during training, and only fp32 weights during the later phases,
+        which write only small results. The part `judge` has neither.
         """
         total = tuning.parameters(self.model) if self.trains else 0
         training = sum(1 for phase in self.phases() if phase.steps)
@@ -264,13 +272,13 @@ class KernelConfig(TuningConfig):
 
 
 def correct_s(config: KernelConfig) -> float:
-    """Further worker seconds that a correct candidate takes."""
+    """The seconds of a worker that a correct candidate takes in addition to those of any candidate."""
     return CORRECT_GPU_S + FULL_RUN_S * (config.funnel.inputs - INPUTS) / (INPUTS + ADVERSARIAL)
 
 
 def per_candidate(config: KernelConfig) -> dict[str, float]:
-    """The parts of the funnel's time in the bill: core-seconds per compilation, worker seconds for the later stages,
-    and the assumed share of correct candidates, if these seconds depend on that share.
+    """The parts of the funnel's time in the bill: the core-seconds of a compilation, the worker seconds of the later
+    stages of the funnel, and the assumed share of correct candidates, if the seconds depend on this share.
     """
     if config.device != "cuda":
         return {"compile_s": 0.0, "judge_s": INTERPRETED_S}

@@ -1,6 +1,6 @@
-"""The stages after kernel-sft's training: weights to keep, candidates and verdicts.
+"""The phases after the training of kernel-sft: they write the weights to keep, candidates and verdicts.
 
-    final/                    bf16 weights of the last phase as published ones look, the tokenizer, meta.json
+final/                    bf16 weights of the last phase as published ones look, the tokenizer, meta.json
     stages/candidates.jsonl   one generated program a line (candidates-R.jsonl: rank R's share)
     stages/verdicts.jsonl     one verdict a line: stage reached, reason, seconds, times
     stages/tried.jsonl, stages/verdicts-tried.jsonl the same for a curriculum's evaluations
@@ -46,14 +46,14 @@ from gpufleet.job.experiments.models.generate import generate
 from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.ledger import Ledger
 
-SILENT_S = 60.0  # seconds between two lines within a batch
+SILENT_S = 60.0  # seconds between two lines of the log within a batch
 T = TypeVar("T")
 Pair = tuple[KernelTask, int]  # a task, and the number of its candidate
 Made = Mapping[str, Sequence[Candidate]]  # the candidates of each phase, by its name, in the order of the phases
 
 
 class KernelRun(Protocol):
-    """The parts of the experiment that the stages need."""
+    """The parts of the experiment that the phases after training need."""
 
     session: Session
     config: KernelConfig
@@ -80,7 +80,7 @@ def deliver(kernel: KernelRun, module: Decoder) -> str:
 
 def candidates(kernel: KernelRun, module: Decoder | None, phase: Phase) -> list[Candidate]:
     """All candidates of the weights at the end of `phase`, in order; `module` writes missing candidates now. Raises
-    Stopped, and ValueError if candidates are missing and the weights are gone.
+    Stopped, and ValueError if candidates are missing and the weights do not exist any more.
     """
     weights = of_phase(phase, kernel.progress)
     return _written(kernel, module, "candidates", phase.name, weights, kernel.config.generate.candidates)
@@ -92,8 +92,9 @@ def of_phase(phase: Phase, progress: Mapping[str, Any]) -> str:
 
 
 def pass_rates(kernel: KernelRun, module: Decoder, weights: str) -> dict[str, float]:
-    """The pass rate per task, from a few candidates of the present weights, which `weights` names. All ranks generate.
-    Raises Stopped on all ranks; the next start with the same weights finds what was written and judged by then.
+    """The pass rate of each task, from a few candidates of the present weights, whose name is `weights`. All ranks
+    generate candidates. Raises Stopped on all ranks; the next start with the same weights then uses what was already
+    written and judged.
     """
     session, prefix = kernel.session, "curriculum"
     written = _written(kernel, module, "tried", prefix, weights, TRIED, salt=prefix)
@@ -103,7 +104,7 @@ def pass_rates(kernel: KernelRun, module: Decoder, weights: str) -> dict[str, fl
         look = partial(_look, session)
         with _judge(session, kernel.config) as judge:
             verdicts = figures.verify(judge, written, ledger, check=look, say=session.say)
-        correct = [verdict.task for verdict in verdicts if verdict.passed]  # correct at any speed
+        correct = [verdict.task for verdict in verdicts if verdict.passed]  # correct, at any speed
         return {task.name: correct.count(task.name) / TRIED for task in TASKS[: kernel.config.generate.tasks]}
 
     return session.world.agree(_by_the_first(session, judged) or {})
@@ -112,14 +113,14 @@ def pass_rates(kernel: KernelRun, module: Decoder, weights: str) -> dict[str, fl
 def _written(
     kernel: KernelRun, module: Decoder | None, file: str, prefix: str, weights: str, count: int, *, salt: str = ""
 ) -> list[Candidate]:
-    """`count` candidates of every task, in order, from stages/`file`*.jsonl, except those of other weights; missing
-    candidates are written now. Their names begin with `prefix`. Raises like `candidates`.
+    """`count` candidates of every task, in order, from stages/`file`*.jsonl, except those of other weights. Missing
+    candidates are generated now. The names of all begin with `prefix`. Raises the errors of `candidates`.
     """
     session, config = kernel.session, kernel.config.generate
     folder, rank = session.workdir / STAGES, session.world.rank
     wanted = [(task, number) for task in TASKS[: config.tasks] for number in range(count)]
     ledger = Ledger(folder / (f"{file}.jsonl" if rank == 0 else f"{file}-{rank}.jsonl"))
-    session.world.barrier()  # now no rank's last line is half written
+    session.world.barrier()  # after this, the last line of every rank is complete
     known = _known(folder, file, weights)
     session.world.barrier()
     missing = [pair for pair in wanted if _name(prefix, *pair) not in known]
@@ -154,10 +155,11 @@ def _known(folder: Path, file: str, weights: str) -> dict[str, Candidate]:
 
 
 def candidate(entry: dict[str, Any]) -> tuple[str, Candidate]:
-    """(the weights that wrote the candidate, the candidate). Raises DoubtError."""
+    """The name of the weights that wrote the candidate, and the candidate. Raises DoubtError."""
     fields = Fields(entry)
     name, task, source = fields.need("name", reading.text), fields.need("task", reading.text), entry.get("source")
-    if task not in BY_NAME or not isinstance(source, str):  # any characters: stage 1 judges them
+    # the source may have any characters, because stage 1 judges them
+    if task not in BY_NAME or not isinstance(source, str):
         raise DoubtError(f"{name} is not a candidate")
     made = Candidate(name=name, task=task, source=source, origin="generated", label="")
     return fields.need("weights", reading.text), made
@@ -171,9 +173,9 @@ def _generate_share(
     keep: Callable[[list[Pair], list[str]], None],
     name: str,
 ) -> None:
-    """Generates this rank's share of `wanted`, batch by batch. `keep` gets each finished batch, and the log shows it
-    under `name`, because a silent job counts as stuck. Raises Stopped on all ranks if any rank was stopped: within a
-    batch no rank waits for another; after the last batch all wait for each other.
+    """Generates this rank's share of `wanted`, batch by batch. `keep` is called with each finished batch, and a line
+    with `name` is logged, because a job that prints nothing is taken to be stuck. Raises Stopped on all ranks if any
+    rank was stopped. During a batch no rank waits for another one; after the last batch all ranks wait for each other.
     """
     session, world = kernel.session, kernel.session.world
     model = _as_kept(kernel, module)
@@ -206,7 +208,9 @@ def _as_kept(kernel: KernelRun, module: Decoder) -> Decoder:
 
 
 def _generate(kernel: KernelRun, model: Decoder, wanted: list[Pair], salt: str, far: str) -> list[str]:
-    """Answers, sampled by (seed, task, number); logs its progress `far`. Raises Stopped between two tokens."""
+    """Answers, which are sampled by (seed, task, number). Logs the progress as `far`. Raises Stopped between two
+    tokens.
+    """
     config, renderer = kernel.config.generate, kernel.renderer
     asked = [renderer.prompt([Turn("user", task.prompt), Turn("assistant", "")]) for task, _ in wanted]
     seeds = [
@@ -228,7 +232,7 @@ def _generate(kernel: KernelRun, model: Decoder, wanted: list[Pair], salt: str, 
 
 
 def _by_the_first(session: Session, act: Callable[[], T]) -> T | None:
-    """The result of `act` on rank 0, for which other ranks wait; None on them. Raises Stopped on all ranks."""
+    """The result of `act` on rank 0; None on other ranks, which wait for rank 0. Raises Stopped on all ranks."""
     outcome: T | None = None
     stopped: tuple[str, bool] | None = None
     if session.world.first:
@@ -244,8 +248,8 @@ def _by_the_first(session: Session, act: Callable[[], T]) -> T | None:
 
 
 def verified(session: Session, config: KernelConfig, made: Made) -> dict[str, list[Verdict]] | None:
-    """The verdicts on each phase's candidates, by the phase's name; None on ranks other than the first. The last phase
-    comes first, with planted candidates. Raises Stopped between two candidates.
+    """The verdicts on each phase's candidates, by the phase's name; None on ranks other than the first. The candidates
+    of the last phase, and the planted candidates, are judged first. Raises Stopped between two candidates.
     """
     return _by_the_first(session, partial(_verified, session, config, made))
 
@@ -270,7 +274,9 @@ def _verified(session: Session, config: KernelConfig, made: Made) -> dict[str, l
 
 @contextmanager
 def _judge(session: Session, config: KernelConfig) -> Iterator[Judge]:
-    """A judge that has been tried on this machine. If the trial fails, another machine judges the candidates."""
+    """A judge that was tested on this machine. If the test fails, the candidates have to be judged on another
+    machine.
+    """
     gpus = torch.cuda.device_count() if session.device.is_cuda else 0
     with _workers(session) as workers:
         judge = Judge(config.funnel, config.seed, workers, gpus=gpus)
@@ -282,7 +288,7 @@ def _judge(session: Session, config: KernelConfig) -> Iterator[Judge]:
 
 
 def _look(session: Session) -> None:
-    """Looks for a stop request, without the other ranks. Raises Stopped."""
+    """Checks whether a stop was requested, without asking other ranks. Raises Stopped."""
     if (stop := session.requests.stop()) is not None:
         raise Stopped(stop.reason, ends=stop.ends)
 

@@ -24,14 +24,16 @@ from gpufleet.job.experiments.models.config import CAPACITY, Shape
 from gpufleet.job.experiments.models.routing import Routing, grouped_experts, padded_experts
 from gpufleet.job.experiments.models.selective import keep_products
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # by the names of run configs
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # the dtypes by their names in run configs
 NORM_EPS = 1e-5
 ROTARY_BASE = 10_000.0
 Dispatch = Literal["grouped", "padded"]
 
 
 class Block(nn.Module):
-    """Pre-norm: x + attention(norm(x)), then + FFN or experts of norm of that."""
+    """A block with norms before its parts: y = x + attention(norm(x)), then y + ffn(norm(y)), or with experts instead
+    of the FFN.
+    """
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
@@ -65,7 +67,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BTd: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         product = fused_linear(x_BTd, self.q, self.k, self.v).unflatten(-1, (3 * self.heads, -1))
-        # Turned before heads and positions swap, so attention's result has o's layout, without a copy.
+        # The rotation comes before heads and positions are transposed. So the result of the attention has the layout
+        # that o needs, without a copy.
         qk, v = product.split((2 * self.heads, self.heads), dim=2)
         q, k = rotate(qk, cos_TD[:, None], sin_TD[:, None]).chunk(2, dim=2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -86,7 +89,7 @@ class FeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """A top-k mixture: a token's FFN is the renormalised sum of the k experts chosen for the token."""
+    """A top-k mixture: the FFN of a token is the renormalised sum of the k experts that are chosen for it."""
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
@@ -125,13 +128,15 @@ class Linear(nn.Linear):
 
 
 def fused_linear(x: Tensor, *layers: Linear) -> Tensor:
-    """The results of several layers for the same x, one behind the other, by one product: fewer kernels to launch."""
+    """The results of several layers for the same x, one after the other in one tensor. All results are computed by one
+    product, so that fewer kernels are launched.
+    """
     weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
     return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
 
 
 class Stacked(nn.Module):
-    """One Linear per expert, stacked: weight [E, out, in], bias [E, out]. Holds parameters only."""
+    """One Linear per expert, stacked: weight [E, out, in], bias [E, out]. The module only holds the parameters."""
 
     def __init__(self, experts: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -156,24 +161,28 @@ def rotations(sequence: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tenso
 
 
 def turns(angle: Tensor, compute: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of rotary angles in fp64 [.., D / 2], as fp32 or wider [.., D]: sin is negative in the left half."""
+    """cos and sin of rotary angles. The angles are fp64 [.., D / 2], and the results fp32 or wider [.., D]. sin is
+    negative in the left half.
+    """
     wide = at_least_fp32(compute)
     cos, sin = angle.cos().to(wide), angle.sin().to(wide)
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rotate(x_D: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
-    """x with rotary positions along the last dimension: elements i and i + D/2 turn together, by the result of `turns`.
-    The computation is in cos's dtype, the result in x's dtype.
+    """x with rotary positions along the last dimension: elements i and i + D/2 are rotated together, with cos and sin
+    from `turns`. The computation is in cos's dtype, the result in x's dtype.
     """
-    if torch.compiler.is_compiling():  # compiled, autograd's own steps are one kernel too
+    if torch.compiler.is_compiling():  # when this is compiled, the steps of autograd become one kernel too
         return _turned(x_D, cos_D, sin_D)
     turned: Tensor = _Rotation.apply(x_D, cos_D, sin_D)  # type: ignore[no-untyped-call]
     return turned
 
 
 class _Rotation(torch.autograd.Function):
-    """A rotation, whose gradient is the rotation back: five kernels each way, where autograd would launch twenty."""
+    """A rotation, whose gradient is the inverse rotation. The rotation needs five kernels in each direction; with plain
+    autograd it would be twenty.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_D: Tensor, cos_D: Tensor, sin_D: Tensor) -> Tensor:
@@ -196,8 +205,8 @@ def _halves_swapped(x_D: Tensor) -> Tensor:
 
 
 class _Generating:
-    """Counts nested uses of the switch and stores its earlier value, because the switch belongs to the process, and a
-    server generates in several threads.
+    """Counts nested uses of the switch and stores its earlier value, because the switch is global for the process, and
+    a server generates in several threads.
     """
 
     def __init__(self) -> None:
@@ -209,8 +218,8 @@ _generating = _Generating()
 
 @contextmanager
 def any_length() -> Iterator[None]:
-    """Within the block, attention accepts every length without making a new plan. Generation needs that, because its
-    keys grow by one with each token.
+    """A context in which attention accepts every length without making a new plan. Generation needs this, because the
+    number of keys grows with each token.
 
     On Hopper torch prefers cuDNN's kernels, which are faster in training but build a plan for each new shape: 0.4 s
     (torch 2.11 on a B200, modelscope/FunASR issue 3704, 2026-09; torch 2.13 itself reports that it prefers these

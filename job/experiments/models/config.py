@@ -7,14 +7,15 @@ from typing import Literal
 
 from gpufleet.job.kind.common import added_later, bounded
 
-CAPACITY = 1.25  # rows per expert over the even share, if the expert product is padded (GPUs other than sm_90)
+# if the expert product is padded (on GPUs other than sm_90), the rows of each expert, as a multiple of the even share
+CAPACITY = 1.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig:
     """A Llama- or Qwen-class causal decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU, no biases.
 
-    `qwen3` adds a norm per head to q and k, `qwen2` biases to q, k and v. The default is Llama-3.1-8B.
+    `qwen3` adds a norm for each head of q and k, and `qwen2` adds biases to q, k and v. The default is Llama-3.1-8B.
     """
 
     family: Literal["llama", "qwen2", "qwen3"] = "llama"
@@ -55,15 +56,16 @@ class Lora:
     """
 
     rank: int = bounded(64, 1, 4096)
-    alpha: float = bounded(16.0, 1e-3, 65536.0)  # with 0 nothing would train
+    alpha: float = bounded(16.0, 1e-3, 65536.0)  # if it were 0, nothing would be trained
     dropout: float = bounded(0.05, 0.0, 0.9)
     template_tokens: bool = added_later(False, version="0.1.0")
-    shard_base: bool = added_later(False)  # FSDP2 gathers each layer where that layer is used
+    # whether the base is split over the ranks; FSDP2 gathers each layer when it is used
+    shard_base: bool = added_later(False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """One phase's model. `experts` 0 = a dense FFN."""
+    """One phase's model. `experts`: 0 for a dense FFN."""
 
     vocab: int
     layers: int

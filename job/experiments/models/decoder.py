@@ -47,17 +47,18 @@ class DecoderOutput(NamedTuple):
 
     # [R, T, V] in the compute dtype, only without targets; with a cache [R, 1, V], of the last token
     logits: Tensor | None
-    loss_sum: Tensor | None  # scalar, fp32 or wider: cross-entropy summed over the targets that count
+    loss_sum: Tensor | None  # scalar, fp32 or wider: cross-entropy, summed over all targets that are not ignored
     aux_loss: Tensor | None
     aux: dict[str, Tensor]
 
 
 class Layout(NamedTuple):
-    """Where each token stands and what it may attend to; the same for every block."""
+    """The position of each token, and the tokens to which it may attend. This object is the same for every block."""
 
     cos: Tensor  # cosines of the rotary positions, [R, T, 1, D / 2]
     sin: Tensor
-    mask: Tensor | None  # [R, 1, T, S], True = attends; if None and `starts` is None: causal over the whole row
+    # [R, 1, T, S], True = attends; if it and `starts` are None, attention is causal over the whole row
+    mask: Tensor | None
     starts: Tensor | None  # [K] int32, for the varlen kernel: the first token of each example in the flat batch, then N
     longest: int  # the largest number of tokens between two starts
 
@@ -72,7 +73,9 @@ class Cache:
         self.at = 0
 
     def append(self, layer: int, k_RTHD: Tensor, v_RTHD: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores a layer's new keys and values at `at`. Returns all of the layer's so far, [R, S, H, D]."""
+        """Stores a layer's new keys and values at `at`. Returns all keys and values of this layer so far, [R,
+        S, H, D].
+        """
         end = self.at + k_RTHD.shape[1]
         self.keys[layer, :, self.at : end] = k_RTHD
         self.values[layer, :, self.at : end] = v_RTHD
@@ -87,8 +90,9 @@ def build(
     device: torch.device | str = "cpu",
     generator: torch.Generator | None = None,
 ) -> Decoder:
-    """A model with parameters of `dtype`. With a `generator` (on the CPU) freshly initialised, the same on every
-    device; without one the memory is uninitialised. On device "meta" nothing is allocated. Raises ValueError.
+    """A model with parameters of `dtype`. If there is a `generator` (on the CPU), the parameters are initialised with
+    its numbers, which are the same on every device; otherwise their memory is uninitialised. On the device "meta", no
+    memory is allocated. Raises ValueError.
     """
     with torch.device("meta"):
         module = Decoder(shape, compute).to(dtype)
@@ -103,8 +107,8 @@ def build(
 def initialise(
     module: Decoder, generator: torch.Generator, fill: Callable[[Tensor, Tensor], object] = Tensor.copy_
 ) -> None:
-    """Fills the parameters as the table at the top of this file says, with numbers drawn on the CPU in fp32. `fill`
-    writes a whole tensor into a parameter. The parameters of adapters stay unchanged.
+    """Fills the parameters as the table at the top of this file says, with random numbers that are made on the CPU in
+    fp32. `fill` writes a whole tensor into a parameter. The parameters of adapters stay unchanged.
     """
     for name, parameter in module.named_parameters():
         if not name.endswith(("weight", "bias")):
@@ -153,12 +157,12 @@ class Decoder(Checkpointed):
         cache: Cache | None = None,
         padding_R: Tensor | None = None,
     ) -> DecoderOutput:
-        """Logits if there are no targets, otherwise the summed loss (IGNORED targets, -100, count nothing). `documents`
-        numbers the examples of each row; None: each row is one example. `starts` are the examples' first places in the
-        flat batch, [K] int32, the last of them N (repeated to keep K constant), no two neighbours farther apart than
-        `longest` (None: a row): with `starts`, on CUDA in bf16, the varlen kernel runs; otherwise a mask is used. With
-        a `cache` the tokens follow the cached tokens, of which `padding`, at the left, are no tokens; the cache then
-        also holds the new tokens.
+        """Logits if there are no targets, otherwise the summed loss (targets that are IGNORED, -100, are not included).
+        `documents`: the number of each token's example in its row; None if each row is one example. `starts`: the first
+        positions of the examples in the flat batch, [K] int32. The last entries are N, so that K stays constant. Two
+        neighbouring entries are at most `longest` apart (a row, if it is None). If there are `starts`, the varlen
+        kernel is used on CUDA in bf16; otherwise a mask is used. If there is a `cache`, the tokens follow the cached
+        tokens, of which the first `padding` are only padding; the new tokens are added to the cache.
         """
         x_RTd = self.embed(tokens_RT).to(self.compute_dtype)
         if cache is None:
@@ -178,7 +182,7 @@ class Decoder(Checkpointed):
         return DecoderOutput(None, loss_sum, None, {})
 
     def loss(self, logits_CV: Tensor, targets_C: Tensor, grad: bool) -> tuple[Tensor, Tensor | None]:
-        """`chunk_loss`, as a method that a trainer can compile."""
+        """`chunk_loss` as a method, so that a trainer can compile it."""
         return chunk_loss(logits_CV, targets_C, grad)
 
     def _packed(
@@ -196,7 +200,9 @@ class Decoder(Checkpointed):
         return Layout(cos, sin, mask_RTT[:, None], None, length)
 
     def _continued(self, tokens_RT: Tensor, cache: Cache, padding_R: Tensor | None) -> Layout:
-        """The layout of tokens after cached ones. A padding token attends to itself: a softmax needs a number."""
+        """The layout of tokens after cached ones. A padding token attends to itself, because a softmax needs at least
+        one number.
+        """
         end = cache.at + tokens_RT.shape[1]
         own_T = torch.arange(cache.at, end, device=tokens_RT.device)
         padding_R1 = torch.zeros_like(tokens_RT[:, :1]) if padding_R is None else padding_R[:, None]
@@ -213,7 +219,9 @@ class Decoder(Checkpointed):
 
 
 class Table(nn.Embedding):
-    """A row for each id: the vector with which its token begins, or the one that gives its logit as a product."""
+    """A table with a row for each id: the embedding of its token, or the vector whose product with the last activations
+    is its logit.
+    """
 
     def rows(self, dtype: torch.dtype) -> Tensor:
         """All rows, [V, d]."""
@@ -221,7 +229,7 @@ class Table(nn.Embedding):
 
 
 class DecoderBlock(nn.Module):
-    """Pre-norm: x + attention(norm1(x)), then + ffn(norm2(that))."""
+    """A block with norms before its parts: y = x + attention(norm1(x)), then y + ffn(norm2(y))."""
 
     def __init__(self, s: Shape, layer: int) -> None:
         super().__init__()
@@ -275,12 +283,13 @@ class DecoderAttention(nn.Module):
             assert isinstance(packed, Tensor)
             return packed.view_as(q_RTHD)
         q, k, v = (x.transpose(1, 2) for x in (q_RTHD, k_RSHD, v_RSHD))
-        # in decoding, the heads of a group count as queries
+        # In decoding, the heads of a group are treated as queries.
         if self.group > 1 and q.shape[2] == 1 and layout.mask is not None:
             grouped = q.view(len(q), k.shape[1], self.group, self.head_dim)
             y = F.scaled_dot_product_attention(grouped, k, v, attn_mask=layout.mask)
-            return y.reshape(len(q), 1, -1, self.head_dim)  # on CUDA the result may have the heads innermost
-        if self.group > 1:  # kernels that take a mask do not take groups
+            # on CUDA, the heads may be the innermost dimension of the result
+            return y.reshape(len(q), 1, -1, self.head_dim)
+        if self.group > 1:  # kernels that accept a mask do not accept groups
             k, v = k.repeat_interleave(self.group, dim=1), v.repeat_interleave(self.group, dim=1)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=layout.mask, is_causal=layout.mask is None)
         return y.transpose(1, 2)
@@ -315,8 +324,8 @@ def varlen_runs(device: torch.device, compute: torch.dtype) -> bool:
 
 
 def groups(kernel: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments by which this torch's varlen attention learns that several queries share one key head. torch 2.11
-    has no such argument and needs none.
+    """The arguments that tell varlen attention of the installed torch that several queries share one key head. torch
+    2.11 has no such argument and needs none.
     """
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 
@@ -337,7 +346,7 @@ def frequencies(shape: Shape, device: torch.device | str = "cpu") -> Tensor:
     frequency = shape.rope_theta ** (-pairs / shape.head_dim)
     if shape.rope_scaling == "none":
         return frequency
-    # turns within the context with which the weights were first trained
+    # Rotations within the context length with which the weights were first trained.
     turns = LLAMA3_CONTEXT * frequency / (2 * math.pi)
     blend = ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0.0, 1.0)
     return frequency * (blend + (1 - blend) / LLAMA3_FACTOR)

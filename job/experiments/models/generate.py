@@ -1,7 +1,6 @@
-"""Batched generation with a key-value cache. Sampling depends on each sequence's seed, not on its neighbours.
-
-The n-th token of a sequence is drawn with one uniform number, a hash of (seed, n): no generator, no state. Legend:
-B sequences, V vocabulary.
+"""Generates tokens in batches, with a key-value cache. The tokens of a sequence depend on its own seed, but not on
+other sequences. The n-th token of a sequence is sampled with one uniform number, which is a hash of (seed, n), so that
+no generator and no state are needed. Legend: B sequences, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ def generate(
     heed: Callable[[], None] = lambda: None,
     agree: Callable[[bool], bool] = bool,
 ) -> list[list[int]]:
-    """The ids that follow each prompt: at most `max_tokens`, up to and without the first id of `stop`.
-
-    `temperature` 0 takes the likeliest token; above 0 one seed per prompt is needed. `heed` is called before every
-    token and may raise, e.g. on a stop request. `agree` gets whether this rank has finished, and returns the decision
-    of all ranks: without it, ranks whose GPUs differ in a last bit would stop at different tokens, and wait for each
-    other for ever. Raises ValueError for an empty prompt. All prompts run as one batch.
+    """The ids that follow each prompt: at most `max_tokens`, and only those before the first id of `stop`. If
+    `temperature` is 0, each token is the likeliest one; above 0, one seed per prompt is needed. `heed` is called before
+    every token, and may raise an error, for example on a stop request. `agree` is called with whether this rank has
+    finished, and returns the decision of all ranks. Without it, ranks whose GPUs differ in a last bit would stop at
+    different tokens, and wait for each other for ever. Raises ValueError for an empty prompt. All prompts run as one
+    batch.
     """
     if not prompts or max_tokens < 1:
         return [[] for _ in prompts]
@@ -77,7 +76,9 @@ def uniform(seed: int, place: int) -> float:
 
 
 def _choose(logits_BV: Tensor, temperature: float, uniforms: Sequence[float]) -> Tensor:
-    """[B] int64. Sampling by the inverse of the cumulative distribution, in fp64: 150,000 fp32 terms add up badly."""
+    """[B] int64. Samples by the inverse of the cumulative distribution. This is done in fp64, because a sum of 150,000
+    terms in fp32 is not exact enough.
+    """
     if temperature == 0:
         return logits_BV.argmax(-1)
     cumulative_BV = torch.softmax(logits_BV.double() / temperature, -1).cumsum(-1)

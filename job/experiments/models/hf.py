@@ -25,7 +25,8 @@ from gpufleet.job.experiments.models.hf_config import ADAPTER_CONFIG, CONFIG, ch
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
-# files that `transformers` reads beside tokenizer.json: the chat template, and the tokens that begin and end
+# Files that `transformers` reads in addition to tokenizer.json: the chat template, and the tokens for beginning and
+# end.
 TOKENIZER = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -36,7 +37,7 @@ TOKENIZER = (
     "tokenizer.model",
 )
 ADAPTER = "adapter_model.safetensors"
-SHARD_BYTES = 5_000_000_000  # most bytes per file, as in published files
+SHARD_BYTES = 5_000_000_000  # the most bytes of a file, as in published weights
 
 
 @torch.no_grad()
@@ -44,8 +45,8 @@ def load(folder: Path, module: Decoder, fill: Callable[[Tensor, Tensor], object]
     """Copies the published weights into the module's own tensors. The module keeps its dtype and device; adapters are
     left out. `fill` writes a whole tensor into a parameter.
 
-    Raises ValueError if the weights are of another model than the module's shape, if a file is damaged, or if a tensor
-    is missing, unknown or of another shape.
+    Raises ValueError if the weights belong to a model of a different shape, if a file is damaged, or if a tensor is
+    missing, unknown or has a wrong shape.
     """
     held = check(folder, module.shape)
     trained = lora.weights(module)
@@ -64,7 +65,7 @@ def write(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], shape: Shape, dtype: torch.dtype, shard: int = SHARD_BYTES
 ) -> list[Path]:
     """Writes weights by our names into `folder`, as `dtype`: model.safetensors, or numbered files of at most `shard`
-    bytes with an index; and config.json. Returns the weights' files. Replaces existing files.
+    bytes with an index; and config.json. Returns the files of weights. Replaces existing files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("model*.safetensors"), folder / INDEX):
@@ -99,8 +100,8 @@ def write(
 
 def complete(folder: Path, base: Path | None, dtype: torch.dtype, stop: int) -> None:
     """Writes the files that other programs need to generate with the weights in `folder`: the config.json of the
-    published weights in `base` with the new dtype (if `base` is None, the config.json of `write` stays), and a
-    generation_config.json that ends at `stop`, made from `base`'s file if there is one.
+    published weights in `base` with the new dtype (if `base` is None, the config.json from `write` stays), and a
+    generation_config.json whose end tokens are `stop`. The latter is made from the file in `base`, if there is one.
     """
     published = None if base is None else atomic.read_object(base / CONFIG)
     tree = published or {**(atomic.read_object(folder / CONFIG) or {}), "eos_token_id": stop}
@@ -108,7 +109,7 @@ def complete(folder: Path, base: Path | None, dtype: torch.dtype, stop: int) -> 
         tree[key] = str(dtype).removeprefix("torch.")
     atomic.write_json(folder / CONFIG, tree)
     generation = None if base is None else atomic.read_object(base / GENERATION)
-    if generation is None:  # `transformers` then takes these settings from config.json
+    if generation is None:  # without this file, `transformers` takes the settings from config.json
         tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
         generation = {key: tree[key] for key in tokens if tree.get(key) is not None}
     ends = generation.get("eos_token_id")
@@ -126,7 +127,8 @@ def write_adapter(folder: Path, module: nn.Module, config: Lora, base: str | Non
         key = f"base_model.model.{published(name)}"
         tensors[f"{key}.lora_A.weight"] = layer.lora_a.detach().to("cpu", torch.bfloat16)
         tensors[f"{key}.lora_B.weight"] = layer.lora_b.detach().to("cpu", torch.bfloat16)
-    for name, table in lora.tables(module):  # PEFT's name contains delta, but the rows themselves are stored
+    # the name in PEFT contains `delta`, but the rows themselves are stored, and not a difference
+    for name, table in lora.tables(module):
         rows = table.trained_rows.detach().to("cpu", torch.bfloat16)
         tensors[f"base_model.model.{published(name)}.token_adapter.trainable_tokens_delta"] = rows
     temporary = folder / f".{ADAPTER}"

@@ -1,5 +1,5 @@
 """How decoder weights are published: config.json, and the names and shapes of their tensors. The module imports no
-torch, because the bill uses it too. Values that would give `transformers` and vLLM another model are read as those
+torch, because the bill uses it too. Values that would change the model in `transformers` or vLLM are read as these
 programs read them, or refused. Keys about training (attention_dropout, initializer_range) or generation (use_cache,
 token ids), and keys of other families, are ignored.
 """
@@ -47,7 +47,7 @@ _CORRECT = "correct it to what the weights were trained with"
 
 def published(name: str) -> str:
     """The published name of one of our weights: `model.layers.3.self_attn.q_proj.weight` for
-    `blocks.3.attention.q.weight`. It also takes a module's name.
+    `blocks.3.attention.q.weight`. The argument may also be a module's name.
     """
     words = name.split(".")
     leaf = words.pop() if words[-1] in ("weight", "bias") else None
@@ -85,7 +85,7 @@ def read_shape(folder: Path) -> Shape:
     if family not in FAMILIES:
         raise ValueError(f"{path}: model_type {family!r} is not one of {', '.join(FAMILIES)}")
     named = tree.get("architectures") or [FAMILIES[family]]
-    if FAMILIES[family] not in named:  # vLLM uses this key, `transformers` uses model_type
+    if FAMILIES[family] not in named:  # vLLM uses this key, and `transformers` uses model_type
         raise ValueError(f"{path}: architectures {named!r:.60} is not {FAMILIES[family]}, the only supported {family}")
     counts = (*_COUNTS, *(key for key in _OPTIONAL if tree.get(key) is not None))
     lacking = [key for key in counts if not (_number(tree.get(key)) and isinstance(tree[key], int))]
@@ -105,7 +105,7 @@ def read_shape(folder: Path) -> Shape:
     if not isinstance(layer_types, list):
         raise ValueError(f"{path}: layer_types {layer_types!r:.60} is not a list; {_CORRECT}")
     windows = tree.get("use_sliding_window") or any(layer_type != "full_attention" for layer_type in layer_types)
-    # Qwen's window counts only if its switch is on
+    # Qwen's attention window is used only if its switch is on.
     windows = windows or (family == "llama" and tree.get("sliding_window"))
     if windows or tree.get("mlp_bias") or (family != "qwen2" and tree.get("attention_bias")):
         raise ValueError(f"{path}: sliding windows and extra biases are not supported")
@@ -137,8 +137,8 @@ def positions(folder: Path) -> float:
 
 
 def _rotary(tree: dict[str, Any], path: Path) -> tuple[float, Literal["none", "llama3"]]:
-    """Base and scaling of rotary positions. Raises ValueError for kinds that the decoder lacks."""
-    # if both keys exist, `transformers` takes the first
+    """Base and scaling of rotary positions. Raises ValueError for kinds that the decoder does not support."""
+    # If both keys exist, `transformers` uses the first.
     rope = tree.get("rope_scaling") or tree.get("rope_parameters") or {}
     other = tree.get("rope_parameters") or {}
     if not isinstance(rope, dict) or not isinstance(other, dict):
@@ -162,15 +162,15 @@ def _number(value: object) -> bool:
 
 
 def differences(actual: Shape, wanted: Shape) -> list[tuple[str, object, object]]:
-    """(key, found value, wanted value) of each difference."""
+    """The key, the found value and the wanted value of each difference."""
     both = ((field.name, getattr(actual, field.name), getattr(wanted, field.name)) for field in fields(Shape))
     return [(key, there, here) for key, there, here in both if there != here]
 
 
 def check(folder: Path, wanted: Shape) -> dict[str, Stored]:
-    """The tensors in `folder`, each once, by their published names. Raises ValueError if folder/config.json describes
-    another decoder, or if the tensors beside this file are not those of the wanted decoder: a tensor is missing,
-    unknown, of another shape, or in a file that cannot be opened (weights.py), or a tied head has numbers of its own.
+    """The tensors in `folder` by their published names. Raises ValueError if folder/config.json describes another
+    decoder, or if the tensors beside this file are not those of the wanted decoder: a tensor is missing, unknown, of
+    another shape, or in a file that cannot be opened (weights.py), or a tied head has numbers of its own.
     """
     held, needed = weights.check(folder), tensors(wanted)
     if differing := differences(read_shape(folder), wanted):
@@ -178,7 +178,7 @@ def check(folder: Path, wanted: Shape) -> dict[str, Stored]:
         raise ValueError(f"{folder / CONFIG} describes another model than the run config: {words}. Make them agree.")
     if (folder / ADAPTER_CONFIG).exists():  # otherwise `transformers` would add the adapter to these weights
         raise ValueError(f"{folder}: an adapter lies there ({ADAPTER_CONFIG}): merge it first, or move its files away")
-    # if the head is tied: a copy of the embedding, or the only table
+    # For a tied head: a copy of the embedding, or the only table.
     head = held.pop(HEAD, None) if wanted.tied else None
     if head is not None and not held.setdefault(EMBED, head).equals(head):
         raise ValueError(

@@ -1,5 +1,5 @@
-"""Cross-entropy of a large vocabulary without its logits: a chunk of tokens at a time, with gradients made in the same
-pass.
+"""Cross-entropy of a large vocabulary without its logits: one chunk of tokens at a time, with gradients that are
+computed in the same pass.
 
 The whole fp32 logits of 8,192 tokens and 128,256 ids are 4.2 GB, and their gradient as much again. Here a chunk's
 logits exist only for a moment: its loss and its gradient are computed together in the forward pass (as Hsu et al. 2024,
@@ -19,7 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from gpufleet.job.experiments.engine.experiment import IGNORED
 
-# number of tokens whose logits exist at once: 0.5 GB in fp32 for 128,256 ids (job/kind counts with this)
+# The number of tokens whose logits exist at once. They are 0.5 GB in fp32 for 128,256 ids; job/kind assumes this
+# number.
 CHUNK_TOKENS = 1024
 
 
@@ -27,16 +28,16 @@ ChunkLoss = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 
 
 def chunk_loss(logits_CV: Tensor, targets_C: Tensor, grad: bool) -> tuple[Tensor, Tensor | None]:
-    """Cross-entropy summed over the targets that are not IGNORED, fp32 or wider; with `grad` also the gradient by the
-    logits, in their dtype, as if every token counted. Compiled, the function passes over the logits twice, otherwise
-    about five times.
+    """Cross-entropy summed over the targets that are not IGNORED, fp32 or wider; if `grad`, also the gradient with
+    respect to the logits, in their dtype, computed as if no token were ignored. The compiled function reads the logits
+    twice; otherwise they are read about five times.
     """
     places_C1 = targets_C.clamp(min=0)[:, None]
     logs_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).log_softmax(-1)
     loss = -(logs_CV.gather(1, places_C1) * (targets_C != IGNORED)[:, None]).sum()
     if not grad:
         return loss, None
-    if torch.compiler.is_compiling():  # a graph has no scatter; eager code would store a [C, V] mask
+    if torch.compiler.is_compiling():  # compiled code cannot fuse a scatter, and eager code would store a [C, V] mask
         ids_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
         slope_CV = logs_CV.exp_().add_(ids_V == places_C1, alpha=-1)
     else:
@@ -47,8 +48,9 @@ def chunk_loss(logits_CV: Tensor, targets_C: Tensor, grad: bool) -> tuple[Tensor
 def linear_loss(x_Nd: Tensor, weight_Vd: Tensor, targets_N: Tensor, chunk: ChunkLoss = chunk_loss) -> Tensor:
     """Cross-entropy of softmax(x weight^T), summed over the targets that are not IGNORED; fp32 or wider, scalar.
 
-    The product runs in `x`'s dtype, which `weight` has too; softmax and sum are at least fp32. `chunk`: `chunk_loss`,
-    compiled or not. Its gradients are computed once: a second backward pass through the same graph raises RuntimeError.
+    The product is computed in the dtype of `x`, which `weight` has too; softmax and sum are at least fp32. `chunk`:
+    `chunk_loss`, compiled or not. The gradients are computed only once, so a second backward pass through the same
+    graph raises RuntimeError.
     """
     grad = torch.is_grad_enabled()
     loss: Tensor = _LinearLoss.apply(x_Nd, weight_Vd, targets_N, grad, chunk)  # type: ignore[no-untyped-call]
@@ -71,7 +73,8 @@ class _LinearLoss(torch.autograd.Function):
             loss += chunk_sum
             if slope_CV is None:
                 continue
-            # Ignored tokens are masked where a row is as wide as the model, not as wide as the vocabulary.
+            # Ignored tokens are masked here, where a row is as wide as the model, because rows as wide as the
+            # vocabulary would take longer.
             counted_C1 = (targets_N[part] != IGNORED)[:, None]
             if grad_x_Nd is not None:
                 grad_x_Nd[part] = (slope_CV @ weight_Vd) * counted_C1
@@ -83,6 +86,6 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        # In place, because a second table would exist while the layers still keep theirs.
+        # In place, because otherwise a second table would exist while the layers still keep their memory.
         grad_x_Nd, grad_weight_Vd = (None if made is None else made.mul_(slope) for made in ctx.saved_tensors)
         return grad_x_Nd, grad_weight_Vd, None, None, None

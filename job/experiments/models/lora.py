@@ -1,10 +1,10 @@
 """Low-rank adapters on the seven projections of a decoder (Hu et al. 2021): y = W x + (alpha / rank) B A dropout(x).
 
-W is frozen and may be bf16; only A and B, in fp32, are trained. A layer can also answer as the base alone, or as if
-merged: each forward pass merges anew, in fp32, and rounds to the dtype of the products, so that a comparison of base,
-adapter and merges needs no second model. The file format of an adapter is PEFT's: `adapter_model.safetensors` with keys
-`base_model.model.<name in the published weights>.lora_A.weight` [rank, in] and `.lora_B.weight` [out, rank], beside
-`adapter_config.json` (read in PEFT 0.17's documentation, 2026-11-21).
+W is frozen and may be bf16; only A and B, in fp32, are trained. A layer can also compute as if there were only the
+base, or as if the adapter were merged. In the latter case each forward pass merges again in fp32, and rounds to the
+dtype of the products. So a comparison of base, adapter and merges needs no second model. The file format of an adapter
+is PEFT's: `adapter_model.safetensors` with keys `base_model.model.<name in the published weights>.lora_A.weight` [rank,
+in] and `.lora_B.weight` [out, rank], beside `adapter_config.json` (read in PEFT 0.17's documentation, 2026-11-21).
 
 Initialisation: A uniform within 1 / sqrt(in) (what nn.Linear draws), B 0, so the first step starts from the base. Rows
 of embedding and head can be trained too, whole and in fp32 (PEFT's trainable_token_indices): many bases never trained
@@ -53,7 +53,8 @@ class LoraLinear(nn.Module):
         if self.mode == "base":
             return y
         narrow = F.linear(F.dropout(x, self.dropout, self.training), self.lora_a.to(x.dtype))
-        # Scales the small matrix: scaling the result would take one more pass over it, and over its gradient.
+        # The small matrix is scaled, because scaling the result would need one more pass over the result, and over its
+        # gradient.
         return y + F.linear(narrow, (self.scale * self.lora_b).to(x.dtype))
 
     def merged(self) -> Tensor:
@@ -62,7 +63,7 @@ class LoraLinear(nn.Module):
 
 
 class TrainedRows(Table):
-    """A frozen Table with trained rows `ids`. `mode` may be changed at any time."""
+    """A frozen Table of which the rows `ids` are trained. `mode` may be changed at any time."""
 
     def __init__(self, base: Table, ids: Sequence[int]) -> None:
         nn.Module.__init__(self)
@@ -92,8 +93,8 @@ class TrainedRows(Table):
 def attach(
     module: Decoder, config: Lora, generator: torch.Generator | None = None, rows: Sequence[int] = ()
 ) -> Decoder:
-    """The module with adapters; everything else is frozen except the `rows` of the tables. If `generator` is None, the
-    adapters are not initialised.
+    """Adds adapters to the module, and returns it. Everything else is frozen, except the `rows` of the tables. If
+    `generator` is None, the adapters are not initialised.
     """
     module.requires_grad_(False)
     for block in module.blocks:
@@ -110,7 +111,7 @@ def attach(
 
 @torch.no_grad()
 def initialise(module: Decoder, generator: torch.Generator) -> Decoder:
-    """The module with fresh adapters, drawn on the CPU."""
+    """Initialises the adapters of the module with random numbers that are made on the CPU."""
     for _, layer in layers(module):
         bound = 1 / math.sqrt(layer.lora_a.shape[1])
         layer.lora_a.copy_(torch.empty(layer.lora_a.shape).uniform_(-bound, bound, generator=generator))
@@ -132,19 +133,19 @@ def layers(module: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """The trained tensors alone, the module's own: the content of a checkpoint."""
+    """The trained tensors of the module, which are not copied. These tensors are the content of a checkpoint."""
     return {name: parameter for name, parameter in module.named_parameters() if name.endswith(_TRAINED)}
 
 
 def set_mode(module: nn.Module, mode: Mode) -> None:
-    """Sets how every adapted layer and table answers."""
+    """Sets how every adapted layer and table computes its result."""
     for _, part in _adapted(module):
         part.mode = mode
 
 
 @torch.no_grad()
 def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of the plain decoder by name, one at a time, with the adapted ones merged in fp32; the module stays
+    """Every weight of the plain decoder by name, one at a time. Adapted weights are merged in fp32; the module stays
     unchanged. If the base is sharded, every rank must iterate.
     """
     adapted = dict(_adapted(module))

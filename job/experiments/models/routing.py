@@ -1,8 +1,8 @@
 """Moves rows to experts and back: two ways to run the same mixture, with static shapes and without waiting for the
 host.
 
-Both move rows with `rearrange`, a gather whose gradient is a gather too: deterministic on every device. Legend as in
-blocks.py; S = N x K (token, choice) pairs, sorted by expert.
+Both move rows with `rearrange`, a gather whose gradient is a gather too, so that it is deterministic on every device.
+Legend as in blocks.py; S = N x K (token, choice) pairs, sorted by expert.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch import Tensor
 
 
 class Routing(NamedTuple):
-    """The result of one layer's router. All on the device; nothing is read back."""
+    """The result of one layer's router. All tensors are on the device, and none is copied from it."""
 
     load: Tensor  # [E] int64, (token, choice) pairs per expert
-    balance: Tensor  # scalar: E x sum(share of pairs x mean probability), 1 when even (Switch Transformer, eq. 4)
-    entropy: Tensor  # scalar, nats: of the full softmax, mean over tokens
+    # scalar: E x sum(share of pairs x mean probability), which is 1 for an even load (Switch Transformer, eq. 4)
+    balance: Tensor
+    entropy: Tensor  # scalar in nats: the entropy of the full softmax, as the mean over tokens
 
     @classmethod
     def from_logits(cls, logits_NE: Tensor, chosen_NK: Tensor) -> Routing:
@@ -28,7 +29,7 @@ class Routing(NamedTuple):
         tokens, experts = logits_NE.shape
         load_E = (chosen_NK.flatten()[:, None] == torch.arange(experts, device=chosen_NK.device)).sum(0)
         probability_NE = logits_NE.softmax(-1)
-        # Few operations, because without compiled blocks a step launches each one separately.
+        # This uses few operations, because if blocks are not compiled, a step launches each of them separately.
         balance = (load_E * probability_NE.sum(0)).sum() * (experts / (tokens * chosen_NK.numel()))
         return cls(load_E, balance, torch.special.entr(probability_NE.detach()).sum() / tokens)
 
@@ -50,7 +51,9 @@ def grouped_experts(x_Nd: Tensor, weights_NK: Tensor, chosen_NK: Tensor, load_E:
 def padded_experts(
     x_Nd: Tensor, weights_NK: Tensor, chosen_NK: Tensor, load_E: Tensor, w: list[Tensor], capacity: float | None
 ) -> Tensor:
-    """Every expert gets C rows. Pairs beyond C are dropped and add nothing. `capacity` None: none is dropped."""
+    """Every expert gets C rows. Pairs beyond C are dropped and add nothing. If `capacity` is None, no pair is
+    dropped.
+    """
     _, order_S, place_S = _sort(chosen_NK)
     rows = rows_per_expert(x_Nd.shape[0], chosen_NK.shape[1], load_E.numel(), capacity)
     start_E = load_E.cumsum(0) - load_E
@@ -71,7 +74,7 @@ def padded_experts(
 
 
 def rows_per_expert(tokens: int, top_k: int, experts: int, capacity: float | None) -> int:
-    """C: the even share times `capacity`, at most one row per token."""
+    """The number of rows C: the even share times `capacity`, but at most one row per token."""
     if capacity is None:
         return tokens
     return min(tokens, math.ceil(capacity * tokens * top_k / experts))
@@ -91,8 +94,8 @@ class _Rearrange(torch.autograd.Function):
 
 
 def rearrange(x: Tensor, there: Tensor, there_mask: Tensor | None, back: Tensor, back_mask: Tensor | None) -> Tensor:
-    """`x[there]`, with zeros in rows where `there_mask` is False. The gradient is `g[back]`, masked likewise: `back`
-    must name where each row of x went, and `back_mask` whether the row went anywhere.
+    """`x[there]`, with zeros in rows where `there_mask` is False. The gradient is `g[back]`, with a mask in the same
+    way: `back` must have the new place of each row of x, and `back_mask` whether the row has one.
     """
     y: Tensor = _Rearrange.apply(x, there, there_mask, back, back_mask)  # type: ignore[no-untyped-call]
     return y
@@ -117,10 +120,10 @@ class _GroupedLinear(torch.autograd.Function):
 def grouped_linear(
     x_Si: Tensor, w_Eoi: Tensor, b_Eo: Tensor, expert_S: Tensor, one_SE: Tensor, ends_E: Tensor
 ) -> Tensor:
-    """The rows, sorted by expert, each through its own expert's Linear: [S, o]. The bias is a gather, which the
-    compiler fuses with the next operation; the bias's gradient is a product with `one_SE`, 1 at a row's expert, and so
-    deterministic on every device. The function saves the weights as given: grouped_mm's own gradient saves a view, of
-    which inductor 2.13 makes a second cast copy.
+    """Applies the Linear of its expert to each row. The rows are sorted by expert; the result is [S, o]. The bias is a
+    gather, which the compiler fuses with the next operation; the bias's gradient is a product with `one_SE`, 1 at a
+    row's expert, and so deterministic on every device. The function saves the weights as they are passed. The gradient
+    of grouped_mm itself would save a view, of which inductor 2.13 makes a second copy with another dtype.
     """
     y: Tensor = _GroupedLinear.apply(x_Si, w_Eoi, b_Eo, expert_S, one_SE, ends_E)  # type: ignore[no-untyped-call]
     return y
@@ -132,14 +135,16 @@ def _gather(x: Tensor, index: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _sort(chosen_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The experts of the pairs in order (stable), which pairs these are, and the place of each pair in that order."""
+    """The experts of the pairs in (stable) order, the numbers of these pairs, and the place of each pair in
+    this order.
+    """
     expert_S, order_S = chosen_NK.flatten().sort(stable=True)
     place_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(order_S.numel(), device=order_S.device))
     return expert_S, order_S, place_S
 
 
 def _repeat(x_Nd: Tensor, chosen_NK: Tensor) -> Tensor:
-    """Each token's row once per choice: [S, d]."""
+    """Each token's row, repeated for each of its choices: [S, d]."""
     return x_Nd[:, None].expand(-1, chosen_NK.shape[1], -1).flatten(0, 1)
 
 

@@ -1,4 +1,6 @@
-"""Activation checkpointing: keeps expensive results and recomputes the rest in backward; or recomputes everything."""
+"""Activation checkpointing: keeps expensive results and recomputes all others in the backward pass, or recomputes
+everything.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,14 @@ KEPT = {
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.torch_attn._varlen_attn.default,  # packed rows on CUDA
-    aten.topk.default,  # if recomputed, a tie could route a token differently than forward did
+    # kept, because if it were recomputed, a token with equal logits could be routed differently than in the forward
+    # pass
+    aten.topk.default,
 }
 # the index of the first of the product's two matrices
 MATMULS = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0}
-# Above this ratio of outputs to summed numbers, storing a product costs more than computing it (an adapter's B).
+# Above this ratio of outputs to summed numbers, storing a product takes longer than computing it again (as for an
+# adapter's B).
 WIDE = 8
 
 
@@ -36,7 +41,9 @@ class Checkpointed(nn.Module):
 
     @property
     def checkpointing(self) -> bool:
-        """Activation checkpointing in training mode: products and attention are kept, the rest is recomputed."""
+        """Activation checkpointing in training mode: the results of products and attention are kept, and all others are
+        recomputed.
+        """
         return bool(self.blocks[0].checkpointing)
 
     @checkpointing.setter
@@ -54,7 +61,7 @@ def keep_products() -> Any:
     return create_selective_checkpoint_contexts(_policy)
 
 
-# Otherwise torch caches no traced graph that calls the policy, because the policy is part of what was compiled.
+# Without this, torch caches no traced graph that calls the policy, because the policy is part of what was compiled.
 keep_products.cache_hash = " ".join([*sorted(map(str, KEPT)), str(WIDE)])  # type: ignore[attr-defined]
 
 

@@ -1,1 +1,1 @@
-"""pretrain-d64: a language model of characters from nothing, and a server for this model."""
+"""pretrain-d64: trains a language model of characters from the beginning, and serves it."""

@@ -22,7 +22,7 @@ from gpufleet.job.experiments.dataset import prepare
 from gpufleet.job.experiments.dataset.shards import read_header, write_payload
 from gpufleet.job.experiments.pretrain.spec import SYMBOLS, CharData
 
-BOS = len(SYMBOLS)  # <|bos|>, which no text contains
+BOS = len(SYMBOLS)  # the id of <|bos|>, which occurs in no text
 VOCAB = BOS + 1
 TRAIN, VALIDATION = "train.bin", "validation.bin"
 _IDS = bytes.maketrans(SYMBOLS.encode(), bytes(range(len(SYMBOLS))))
@@ -50,7 +50,9 @@ class CharacterFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """`count` characters of sums and differences from a seed: `12+34`, the result on the next line, a blank line."""
+    """`count` characters of sums and differences, which are generated from a seed: `12+34`, the result on the next
+    line, and a blank line.
+    """
 
     count: int
     seed: int
@@ -148,7 +150,7 @@ def check_header(path: Path) -> int:
 
 
 def _shown(text: bytes, at: int) -> str:
-    """The character at a byte position; whole if the text is UTF-8."""
+    """The character at a byte position; the complete character if the text is UTF-8."""
     for length in range(1, 5):
         try:
             return f"the character {text[at : at + length].decode()!r}"

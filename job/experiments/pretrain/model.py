@@ -1,4 +1,4 @@
-"""The model of pretrain-d64: a character-level GPT that is deep before it is wide.
+"""The model of pretrain-d64: a character-level GPT that is deep rather than wide.
 
 Unusual here:
 - RMSNorm without gain, before each half of a block, after the embedding, before the head, and on q and k per head;
@@ -41,8 +41,8 @@ class CharOutput(NamedTuple):
 
     logits: Tensor | None  # [B, T, V], fp32 or wider; only without targets
     loss_sum: Tensor | None  # scalar, fp32 or wider: cross-entropy summed over characters; only with targets
-    aux: dict[str, Tensor]  # this model has no figures to log
-    aux_loss: Tensor | None  # none
+    aux: dict[str, Tensor]  # empty, because this model has no metric values to log
+    aux_loss: Tensor | None  # always None
 
 
 class CharCache:
@@ -50,7 +50,7 @@ class CharCache:
     filled positions. The caller must not append beyond the capacity.
     """
 
-    mask = None  # its one position sees all keys
+    mask = None  # a single position attends to all keys
 
     def __init__(self, capacity: int, layers: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
         """`layers`: the memory for keys and values; if None, it is allocated when the first positions come."""
@@ -81,8 +81,8 @@ class CharCache:
 
 class CharRows:
     """The cache of a fixed number of texts that are written together, one position of each text per step. Each layer
-    has [B, K, window, D], allocated once. Each row has its own length. Shapes hardly change, so the bits of a text do
-    not depend on its neighbours.
+    has [B, K, window, D], allocated once. Each row has its own length. Shapes rarely change, so that a text does not
+    depend on the other texts in any bit.
     """
 
     STEP = 256  # positions are read in multiples of this number, up to the longest row
@@ -95,15 +95,17 @@ class CharRows:
         self._cos_TD, self._sin_TD = rotations(window, model.head_dim, like)
         self._place_T = torch.arange(window, device=like.device)
         self._row_B = torch.arange(rows, device=like.device)
-        self.length = 1  # no text begins here; `row` begins one
+        self.length = 1  # the length is only used after `row` has begun a text
 
     def row(self, number: int) -> CharCache:
-        """One row as the empty cache of one text, into which the prompt is read."""
+        """One row as the empty cache of a text. The prompt is read into it."""
         layers = [(keys[number, None], values[number, None]) for keys, values in self._kept]
         return CharCache(self.window, dict(enumerate(layers)))
 
     def place(self, lengths: Sequence[int]) -> None:
-        """Sets how many positions each row has, before one more position of each row is read."""
+        """Sets how many positions each row has. This method must be called before the next position of each row is
+        read.
+        """
         self._length_B = torch.tensor(lengths, device=self._kept.device)
         self._span = min(self.window, -(-(max(lengths) + 1) // self.STEP) * self.STEP)
         self.mask = (self._place_T[: self._span] <= self._length_B[:, None])[:, None, None]
@@ -138,7 +140,8 @@ class CharAttention(nn.Module):
 
     def forward(self, x_BTd: Tensor, cos_TD: Tensor, sin_TD: Tensor, cache: Kept | None) -> Tensor:
         q, k, v = (p(x_BTd).unflatten(-1, (-1, self.head_dim)) for p in (self.q, self.k, self.v))
-        # Turned before heads and positions swap, so attention's result has o's layout, without a copy.
+        # The rotation comes before heads and positions are transposed. So the result of the attention has the layout
+        # that o needs, without a copy.
         cos_T1D, sin_T1D = cos_TD[..., None, :], sin_TD[..., None, :]
         q, k = rotate(norm(q), cos_T1D, sin_T1D), rotate(norm(k), cos_T1D, sin_T1D)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -170,7 +173,7 @@ class CharFeedForward(nn.Module):
 
 
 class CharBlock(nn.Module):
-    """x + attention(norm(x)), then + feed-forward of norm of that."""
+    """A block with norms before its parts: y = x + attention(norm(x)), then y + feed_forward(norm(y))."""
 
     def __init__(self, model: CharModel, index: int) -> None:
         super().__init__()
@@ -212,8 +215,8 @@ class CharGpt(Checkpointed):
         self.head = Linear(model.width, model.vocab, bias=False)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None, cache: Kept | None = None) -> CharOutput:
-        """Logits if there are no targets, otherwise the summed loss (a target of -100 counts nothing). Tokens and
-        targets are int64. With a cache the tokens follow the cached tokens.
+        """Logits if there are no targets, otherwise the summed loss (targets of -100 are ignored). Tokens and targets
+        are int64. With a cache the tokens follow the cached tokens.
         """
         x_BTd = norm(self.embed(tokens_BT).to(self.compute_dtype))
         turns, count = rotations if cache is None else cache.turns, tokens_BT.shape[1]
@@ -228,8 +231,8 @@ class CharGpt(Checkpointed):
         return CharOutput(None, self.loss(logits_BTV.flatten(0, 1), targets_BT.flatten()), {}, None)
 
     def loss(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-        """The summed cross-entropy, as a method that a trainer can compile: uncompiled, the method holds the logits
-        four times in fp32; compiled, once in the product's dtype, and their gradient.
+        """The summed cross-entropy, as a method that a trainer can compile: if it is not compiled, the logits are in
+        memory four times in fp32; if it is compiled, only once in the dtype of the product, with their gradient.
         """
         return F.cross_entropy(self._capped(logits_NV), targets_N, reduction="sum")
 
@@ -244,7 +247,9 @@ def norm(x: Tensor) -> Tensor:
 
 
 def std(name: str, shape: tuple[int, ...]) -> float:
-    """Standard deviation at the start, by name in the state dict and shape [out, in]; 0 = zeros."""
+    """The standard deviation of a parameter's initial values, by its name in the state dict and its shape [out, in]; 0
+    if they are zeros.
+    """
     if name == "embed.weight":
         return 1.0
     if name == "head.weight" or name.endswith(("o.weight", "down.weight")):
@@ -254,8 +259,8 @@ def std(name: str, shape: tuple[int, ...]) -> float:
 
 
 def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """A parameter's first values, fp32 on the CPU: a function of (seed, name, shape), so that every rank can draw any
-    parameter without the others.
+    """A parameter's first values, fp32 on the CPU: a function of (seed, name, shape), so that every rank can compute
+    any parameter without the others.
     """
     deviation = std(name, shape)
     if not deviation:
@@ -266,7 +271,9 @@ def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 class Text:
-    """A text that is being written: its ids so far, and the ids that the model must read to choose the next one."""
+    """A text that is being generated: its ids so far, and the ids that the model must read before it can choose the
+    next one.
+    """
 
     def __init__(
         self,
@@ -282,8 +289,9 @@ class Text:
     ) -> None:
         """Continues `prompt` (1 to `window` ids) with ids below `allowed`, and ends after an id of `stop`.
 
-        Temperature 0 takes the likeliest id and needs no seed; otherwise the same seed gives the same ids on the same
-        machine. When `window` positions, the trained length, are full, the last half of these is read in again.
+        With temperature 0, each id is the likeliest one, and no seed is needed; otherwise the same seed gives the same
+        ids on the same machine. When all `window` positions, the trained length, are used, the second half of them is
+        read again.
         """
         assert 0 < len(prompt) <= window, (len(prompt), window)
         self.allowed, self.window, self.left = allowed, window, max_tokens
@@ -297,7 +305,7 @@ class Text:
         self.new, self.length = self._ids, 0  # the ids to read next, and the number of ids in the cache before them
 
     def take(self, logits_V: Tensor) -> int:
-        """Chooses the next id by the logits that follow the ids that were read."""
+        """Chooses the next id from the logits after the ids that were read."""
         chosen = _choose(logits_V[: self.allowed].float().cpu(), self._temperature, self._top_k, self._generator)
         self.length += len(self.new)
         self._ids.append(chosen)
@@ -325,6 +333,6 @@ def _choose(logits_V: Tensor, temperature: float, top_k: int | None, generator: 
     if top_k is not None and top_k < len(logits_V):
         least = logits_V.topk(top_k).values[-1]
         logits_V = logits_V.masked_fill(logits_V < least, -torch.inf)
-    # the largest becomes 0 first, so that a tiny temperature cannot overflow
+    # the largest logit is subtracted first, so that a very small temperature cannot cause an overflow
     weights = torch.softmax((logits_V - logits_V.max()).double() / temperature, -1)
     return int(torch.multinomial(weights, 1, generator=generator))

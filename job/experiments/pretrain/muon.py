@@ -1,10 +1,9 @@
 """Muon for hidden matrices, AdamW for the tables, as one optimizer: one list of groups, one state by parameter.
 
 Muon orthogonalises each matrix's momentum in bf16 (five Newton-Schulz steps; Jordan 2024) and scales the rate by
-sqrt(max(1, rows / columns)). Every argument is given, because torch's default weight decay of 0.1 is not wanted.
-
-On FSDP2's shards torch.optim.Muon gathers within every product. Here each rank gets a share of the matrices whole,
-orthogonalises them and returns the shards: two exchanges of bf16 per matrix.
+sqrt(max(1, rows / columns)). Every argument is passed, because torch's default weight decay of 0.1 is not wanted. On
+FSDP2's shards, torch.optim.Muon gathers the matrix in every product. Here each rank gets some of the matrices as a
+whole, orthogonalises them, and returns the shards. This needs only two exchanges of bf16 per matrix.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Combined(Optimizer):
             for parameter in parameters:
                 self.state[parameter] = _zeros(parameter, group["kind"])
             group.update({key: value for key, value in inner.param_groups[0].items() if key not in group})
-            inner.param_groups[0] = group  # the inner optimizer's only group is this same object
+            inner.param_groups[0] = group  # the only group of the inner optimizer is the same object
             inner.state = self.state
             self._inner.append(inner)
 
@@ -80,7 +79,7 @@ def owned(parameters: Sequence[Tensor]) -> bool:
 
 
 class OwnedMuon(torch.optim.Muon):
-    """torch.optim.Muon with shared work: of several matrices of one shape, each rank orthogonalises one at a time."""
+    """torch.optim.Muon with shared work: each rank orthogonalises one of several matrices of the same shape."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -91,7 +90,7 @@ class OwnedMuon(torch.optim.Muon):
                     self._update_round(parameters[start : start + ranks], group, rank, ranks)
 
     def _update_round(self, parameters: Sequence[DTensor], group: dict[str, Any], rank: int, ranks: int) -> None:
-        """Updates `parameters`, at most one matrix per rank. Every rank calls it with the same matrices."""
+        """Updates `parameters`, at most one matrix per rank. Must be called by every rank with the same matrices."""
         updates = []
         for parameter in parameters:
             assert parameter.grad is not None
@@ -120,7 +119,9 @@ class OwnedMuon(torch.optim.Muon):
 
 
 def _orthogonal(update: Tensor) -> Tensor:
-    """The change that torch.optim.Muon makes for this update at a rate of 1, in its dtype, by torch's own step."""
+    """The change that torch.optim.Muon makes to the matrix for this update with a learning rate of 1, computed by
+    torch's own step.
+    """
     matrix = nn.Parameter(torch.zeros_like(update))
     matrix.grad = update
     step: Callable[[], None] = torch.optim.Muon(

@@ -17,7 +17,7 @@ from gpufleet.job.experiments.dataset.shards import HEADER
 from gpufleet.job.experiments.engine.data import Ids, Windows, draw, in_epochs
 from gpufleet.job.experiments.pretrain import characters
 
-OFFSETS = 1 << 20  # part of the seed of draws: keeps an epoch's offset apart from its permutation
+OFFSETS = 1 << 20  # part of a seed, so that the offset of an epoch is independent of its permutation
 
 
 class Rows(Windows):
@@ -35,12 +35,16 @@ class Rows(Windows):
         self._order = functools.lru_cache(maxsize=2)(self._epoch)
 
     def step(self, seed: int, step: int, rows: int) -> Tensor:
-        """Where the rows of a step begin, [rows] int64 on the CPU. A step may reach into the next epoch."""
+        """The positions at which the rows of a step begin, as [rows] int64 on the CPU. A step may continue in the next
+        epoch.
+        """
         places = np.arange(step * rows, (step + 1) * rows)
         return torch.from_numpy(in_epochs(places, self.per_epoch, functools.partial(self._order, seed)))
 
     def _epoch(self, seed: int, epoch: int) -> Ids:
-        """Starts of the epoch's rows in order: sorted by a hash, which is the same on every machine and version."""
+        """The beginnings of the epoch's rows in their order. The beginnings are sorted by a hash, which is the same on
+        every machine and with every version.
+        """
         offset = int(draw(seed + OFFSETS, epoch, 1, self._width)[0])
         keys = draw(seed, epoch, self.per_epoch, 1 << 63).numpy()
         order: Ids = offset + self._width * np.argsort(keys, kind="stable")

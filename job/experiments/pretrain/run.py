@@ -1,8 +1,9 @@
 """pretrain-d64: trains a deep character model until validation stops improving, and keeps the best checkpoint.
 
-Weights, gradients and moments are spread over the GPUs of the node (FSDP2). Early stop depends only on the recorded
-evaluations, so a resumed run decides like an uninterrupted one. The run leaves `final/` (the best evaluation's weights,
-not the last) and `results.json`, also if a limit ends the run, because nothing else reads the run's checkpoints.
+Weights, gradients and moments are spread over the GPUs of the node (FSDP2). The early stop depends only on the recorded
+evaluations, so that a resumed run makes the same decisions as an uninterrupted one. The run writes `final/` (the
+weights with the best evaluation, not the last ones) and `results.json`. The run writes both even if a limit ends the
+run, because its checkpoints cannot be read by other programs.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Pretrain(Experiment):
         self._weights = Weights(0, None)
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
-        """Fresh weights, drawn on the CPU and one at a time, the same for any number of ranks."""
+        """New weights. The weights are initialised on the CPU, one after the other, and are the same for any number of
+        ranks.
+        """
         module = self._spread()
         for name, parameter in module.named_parameters():
             parallel.fill(parameter, initial(name, tuple(parameter.shape), self.config.seed))
@@ -89,7 +92,7 @@ class Pretrain(Experiment):
         return plateau([(e["step"], e["val_loss"]) for e in self.progress["evaluations"]], self.config.early_stop)
 
     def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
-        """Does nothing: `finish` does what follows."""
+        """Does nothing, because `finish` does the work that follows."""
         self._weights = weights
 
     def finish(self) -> None:
@@ -106,7 +109,7 @@ class Pretrain(Experiment):
 
     def cut(self, step: int, weights: Weights) -> None:
         """Writes the results of a run that a limit ends: final/ without continuations. Writes nothing if the best
-        weights are wanted but no weights were evaluated.
+        weights are to be exported but none were evaluated.
         """
         if self._module is not None and (weights.val_loss is not None or not self.config.delivers_best):
             self._leave(self._module, weights, {}, step)
@@ -128,7 +131,7 @@ class Pretrain(Experiment):
         return module
 
     def _leave(self, module: CharGpt, weights: Weights, samples: dict[str, str], steps: int) -> None:
-        """Writes final/ and results.json, after `steps` steps. All ranks call it."""
+        """Writes final/ and results.json, after `steps` steps. Must be called by all ranks."""
         tensors = parallel.gather(module.state_dict(), self.session.world)
         if self.session.world.first:
             self._export(tensors, weights)
@@ -154,7 +157,9 @@ class Pretrain(Experiment):
         export.export(self.session.workdir / FINAL, whole, meta)
 
     def _continue(self, module: CharGpt, prompt: str) -> str:
-        """The prompt and `eval.sample_tokens` greedy characters. All ranks call it: each has a part of the weights."""
+        """The prompt and `eval.sample_tokens` greedy characters. Must be called by all ranks, because each has a part
+        of the weights.
+        """
         module.eval()
         text = Text(
             list(characters.encode(prompt.encode())),
@@ -193,7 +198,9 @@ class Pretrain(Experiment):
 
 
 def make_optimizer(module: nn.Module, config: PretrainConfig) -> muon.Combined:
-    """The table of model.py as groups: hidden matrices, which alone decay, embedding, head; `kind` chooses."""
+    """The table of model.py as groups: hidden matrices, embedding and head. Only hidden matrices have weight decay.
+    `kind` chooses their optimizer.
+    """
     optim = config.optim
     tables = (config.model.width / muon.BASE_WIDTH) ** -0.5
     named = dict(module.named_parameters())
@@ -212,7 +219,9 @@ def make_optimizer(module: nn.Module, config: PretrainConfig) -> muon.Combined:
 
 
 def rate(step: int, steps: int, optim: MuonAdamW) -> float:
-    """The share of every rate for the step that follows `step` of `steps`: linear warm-up, constant, linear to 0."""
+    """The factor of all learning rates for the step after step `step` of `steps`: a linear warm-up, then constant, then
+    linear to 0.
+    """
     warm = min(1.0, (step + 1) / optim.warmup) if optim.warmup else 1.0
     falling = round(steps * optim.cooldown)
     return min(warm, (steps - step) / falling) if falling and steps - step < falling else warm
@@ -226,7 +235,8 @@ def momentum(step: int, optim: MuonAdamW) -> float:
 
 def plateau(evaluations: Sequence[tuple[int, float]], stop: EarlyStop) -> str | None:
     """Why training should end after these evaluations (step, loss): `patience` evaluations in a row were above the
-    best, or below by less than `min_delta`, and at least `after` steps are done. None if training should go on.
+    best, or better than it by less than `min_delta`, and at least `after` steps are done. None if training should go
+    on.
     """
     best_step, best, waited = 0, float("inf"), 0
     for step, loss in evaluations:

@@ -15,16 +15,19 @@ from gpufleet.job.kind import common
 from gpufleet.job.kind.batch import rows_per_rank
 from gpufleet.job.kind.job import Processes
 
-SYMBOLS = "0123456789+-HBL.\n"  # ids 0 to 16, in this order: the public fork's tokenizer, read 2026-11-21
+# the symbols of ids 0 to 16, in the order of the public fork's tokenizer, read 2026-11-21
+SYMBOLS = "0123456789+-HBL.\n"
 # Bytes per token and symbol, at the peak. Not compiled: capped logits, log-probabilities and two gradients, in fp32.
 # Compiled: the bf16 product and its gradient. The two figures were counted on a CPU (torch 2.13.0, 2026-11-27).
 LOGIT_BYTES, COMPILED_LOGIT_BYTES = 16, 6
-# The highest lr for hidden matrices: AdamW moves every weight by about lr per step, whatever the gradient is.
+# The highest learning rate for hidden matrices. With AdamW, every weight changes by about this rate in each step,
+# whatever the gradient is.
 ADAMW_LR = 0.01
-# Host ms to launch a compiled block of a micro-batch: 53 launches and 6 gradient additions, counted and timed like a
-# decoder's (tuning.py). Muon's own launches are not included.
+# Milliseconds that the host needs to launch a compiled block for a micro-batch: 53 launches and 6 gradient additions,
+# counted and timed like a decoder's (tuning.py). Muon's own launches are not included.
 LAYER_LAUNCH_MS, LAUNCH_MS = 2.1, 3.0
-BACKWARD = 10  # further tensors of the model's width in one block's backward pass (counted on the CPU, 2026-11-21)
+# number of further tensors of the model's width in the backward pass of a block (counted on a CPU, 2026-11-21)
+BACKWARD = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +40,8 @@ class CharModel:
     kv_heads: int | None = common.bounded(None, 1, 512)  # None = as many as heads
     vocab: int = common.bounded(32, 18, 1_000_000)  # 17 symbols and <|bos|>, padded
     logit_cap: float = common.bounded(15.0, 0.0, 1000.0)  # logits = cap x tanh(x / cap); 0 = none
-    dropout: float = common.added_later(0.0, 0.0, 0.9)  # rate, on what each half of a block adds to the residual
+    # rate of the dropout on the output of each half of a block, before it is added to the residual
+    dropout: float = common.added_later(0.0, 0.0, 0.9)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +49,11 @@ class CharData:
     """Characters cut into rows of `sequence` + 1; every row once per epoch, permuted by (seed, epoch)."""
 
     source: Literal["text", "generated-sums"] = "text"  # what `gpufleet prepare` reads or generates
-    characters: int = common.bounded(350_000_000, 1000, 100_000_000_000)  # expected; the dataset's count replaces it
+    # the expected number, which that of the dataset replaces
+    characters: int = common.bounded(350_000_000, 1000, 100_000_000_000)
     sequence: int = common.bounded(2048, 8, 131072)
-    held_out: float = common.bounded(0.05, 0.001, 0.5)  # the last characters
+    # the share of the characters, at the end, that is held out for validation
+    held_out: float = common.bounded(0.05, 0.001, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,10 +71,10 @@ class MuonAdamW:
     """
 
     kind: Literal["muon", "adamw"] = "muon"
-    lr: float = common.bounded(0.02, 1e-9, 1.0)  # hidden matrices
-    momentum: tuple[float, ...] = common.bounded((0.85, 0.95), 0.0, BELOW_ONE)  # from, to
+    lr: float = common.bounded(0.02, 1e-9, 1.0)  # the learning rate of hidden matrices
+    momentum: tuple[float, ...] = common.bounded((0.85, 0.95), 0.0, BELOW_ONE)  # the momentum at first, and at the end
     momentum_steps: int = common.bounded(300, 0, 1_000_000)
-    embedding_lr: float = common.bounded(0.3, 1e-9, 10.0)  # x (width / 768) ** -0.5, as head_lr
+    embedding_lr: float = common.bounded(0.3, 1e-9, 10.0)  # multiplied by (width / 768) ** -0.5, as head_lr is
     head_lr: float = common.bounded(0.004, 1e-9, 10.0)
     betas: tuple[float, ...] = common.bounded((0.8, 0.95), 0.0, BELOW_ONE)
     weight_decay: float = common.bounded(0.0, 0.0, 1.0)
@@ -106,7 +112,7 @@ class PretrainConfig(ExperimentConfig):
     leaves_speed: ClassVar[tuple[str, ...]] = ("steps", "early_stop", "data.characters", "data.held_out")
     processes: ClassVar[Processes] = "per GPU"
 
-    steps: int = common.bounded(5000, 1, 10_000_000)  # planned; the rate schedule follows this number
+    steps: int = common.bounded(5000, 1, 10_000_000)  # the planned number, on which the learning-rate schedule depends
     seed: int = common.bounded(1337, 0, 2**31 - 1)
     device: Literal["cuda", "cpu"] = "cuda"
     gpus: int | None = common.bounded(None, 1, 8)
@@ -176,24 +182,24 @@ class PretrainConfig(ExperimentConfig):
 
     @common.remembered
     def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
-        """All characters; fp32 weights, gradients and moments sharded over the ranks; the gathered weights in the
-        compute dtype (all weights with ZeRO-2, two blocks with ZeRO-3). Gradients are reduced at every micro-step, so
-        no gradient stays whole. If the batch is a single micro-batch, gradients appear while activations go: the peak
-        is a little lower.
+        """The memory needed: all characters; the fp32 weights, gradients and moments, sharded over the ranks; and the
+        gathered weights in the compute dtype (all weights with ZeRO-2, two blocks with ZeRO-3). Gradients are reduced
+        at every micro-step, so no gradient stays whole. If the batch is a single micro-batch, gradients are allocated
+        while activations are freed, so that the peak is a little lower.
         """
         m = self.model
         compute = 2 if self.precision.compute == "bf16" else 4
         total = parameters(m)
         block = layer_matmul(m)
         copies = total * compute
-        if ranks == 1:  # casts are part of a block's forward pass, and recomputed with that pass
+        if ranks == 1:  # casts are part of a block's forward pass, and are repeated with it
             copies = 0 if compute == 4 else block * compute if rung.checkpointing else copies
         elif self.reshard_after_forward:
             copies = 2 * block * compute
         weights, gradients = total * 4 / ranks + copies, total * 4 / ranks
         moments = (self.sizes().checkpoints[phase_index] - 4 * total) / ranks
-        # Data in transit: the whole gradient of one block, and the reduced part of it in fp32. With one rank it is only
-        # the gradient of the largest matrix.
+        # Data in transit: the whole gradient of one block, and the reduced part of it in fp32. If there is only one
+        # rank, it is only the gradient of the largest matrix.
         reduced = block * (compute + 4) if ranks > 1 else 4 * m.width * m.width * 4
         tokens = rung.micro * self.data.sequence
         full, kept_bytes = (_layer_bytes(m, compute, checkpointing=on) for on in (False, rung.checkpointing))
@@ -252,12 +258,12 @@ def layer_matmul(m: CharModel) -> int:
 
 
 def parameters(m: CharModel) -> int:
-    """All parameters; norms have none."""
+    """The number of all parameters. Norms have none."""
     return m.layers * layer_matmul(m) + 2 * m.vocab * m.width
 
 
 def flops_per_token(config: PretrainConfig) -> int:
-    """Training FLOPs of one character, full attention."""
+    """The training FLOPs of one character, with full attention."""
     m = config.model
     return 6 * (m.layers * layer_matmul(m) + m.vocab * m.width) + 12 * m.layers * m.width * config.data.sequence
 
@@ -267,9 +273,11 @@ def _layer_bytes(m: CharModel, compute: int, *, checkpointing: bool) -> float:
     attention.
     """
     kv = (m.kv_heads or heads(m)) * m.head_dim
-    products = 2 * m.width + 2 * kv + 4 * m.width  # q, attention, k, v; the FFN's up-projection
+    # the results of q, attention, k and v, and of the FFN's up-projection
+    products = 2 * m.width + 2 * kv + 4 * m.width
     if checkpointing:
-        return compute * (3 * m.width + products) + 4 * heads(m)  # o's and down's are products too
-    rest = 4 * m.width + m.width + kv + 4 * m.width  # norms' inputs and outputs, q and k before their norm, ReLU^2
+        return compute * (3 * m.width + products) + 4 * heads(m)  # the results of o and down are products too
+    # inputs and outputs of norms, q and k before their norms, the result of ReLU^2
+    rest = 4 * m.width + m.width + kv + 4 * m.width
     masks = 2 * m.width if m.dropout else 0  # a byte for each number that may be dropped
     return compute * (products + rest) + 4 * heads(m) + masks

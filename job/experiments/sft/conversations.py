@@ -23,8 +23,8 @@ def prepare_sft(
     tokenizer: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> DatasetManifest:
-    """sft-h100's dataset from a JSONL file (`text`), or generated pairs. `tokenizer`: the base weights' own
-    tokenizer.json; without one, generated pairs get one id per word. Raises ValueError.
+    """sft-h100's dataset from a JSONL file (`text`), or generated pairs. `tokenizer`: the tokenizer.json of the base
+    weights; if there is none, each word of generated pairs gets one id. Raises ValueError.
     """
     data, template = config.data, TEMPLATES[config.model.family]
     how = Packing(
@@ -53,7 +53,7 @@ def prepare_sft(
 
 
 def warn_of_untrained(config: SftConfig, tokenizer: FileTokenizer, say: Callable[[str], None]) -> None:
-    """Warns if an adapter would never teach the base weights beside the tokenizer to end an answer."""
+    """Warns if the base weights beside the tokenizer could not learn from an adapter how to end an answer."""
     if config.method == "full" or config.lora.template_tokens:
         return
     if odd := untrained(tokenizer, TEMPLATES[config.model.family]):

@@ -13,7 +13,9 @@ from gpufleet.job.text import counted
 
 
 class Conversations(PackedData[SftConfig]):
-    """Packed rows of conversations. Modules that read text are imported on use: a bill asks this class."""
+    """Packed rows of conversations. Modules that read text are imported only when they are used, because a bill uses
+    this class too.
+    """
 
     def prepare(self, folder: Path, supplied: Given) -> DatasetManifest:
         from gpufleet.job.experiments.dataset.rendering import tokenizer_of

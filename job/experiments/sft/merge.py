@@ -1,4 +1,4 @@
-"""The stages after an adapter's training: the merge in fp32, its validation, stored answers, and the files to keep.
+"""The phases after an adapter's training: the merge in fp32, its validation, stored answers, and the files to keep.
 
 Casting merged weights to bf16 rounds part of the adapter's effect away, so these losses judge the merge first:
 
@@ -10,8 +10,8 @@ Casting merged weights to bf16 rounds part of the adapter's effect away, so thes
 | adapter_fp32 | base and adapter            | fp32     | 32 of them         |
 | merged_fp32  | merged in fp32              | fp32     | the same 32        |
 
-The fp32 merge must match the adapter within 1e-5 nats. Otherwise no merge is delivered and the run has failed, with its
-adapter and losses kept. The bf16 merge is delivered if it is within 0.002 nats of the adapter, else the fp32 merge.
+The fp32 merge must match the adapter within 1e-5 nats. Otherwise no merge is delivered, and the run fails; its adapter
+and losses are kept. The bf16 merge is delivered if it is within 0.002 nats of the adapter; otherwise the fp32 merge is.
 stages/sft.jsonl has finished results, so a restart repeats neither a validation nor an answer. With `method: full`
 there is nothing to merge: one loss, answers, weights in bf16.
 """
@@ -43,13 +43,13 @@ from gpufleet.job.experiments.sft.spec import VALIDATION_ROWS, SftConfig, answer
 from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.text import counted
 
-MATCH = 1e-5  # nats: the fp32 merge against the adapter
-CLOSE = 0.002  # nats: the bf16 merge against the adapter (the same)
+MATCH = 1e-5  # nats by which the fp32 merge may differ from the adapter
+CLOSE = 0.002  # nats by which the bf16 merge may differ from the adapter
 DONE = Path(STAGES) / "sft.jsonl"
 
 
 class SftRun(Protocol):
-    """The parts of the experiment that the stages need."""
+    """The parts of the experiment that the phases after training need."""
 
     session: Session
     config: SftConfig
@@ -61,7 +61,7 @@ class SftRun(Protocol):
 
 
 class MergeDiffersError(ValueError):
-    """The merged weights differ from the trained weights, by the stated nats. The adapter is correct."""
+    """The merged weights differ from the trained weights by the stated nats. The adapter itself is correct."""
 
     def __init__(self, nats: float) -> None:
         super().__init__(
@@ -90,7 +90,7 @@ VARIANTS = (
 
 
 class FinishedVariants:
-    """The finished results for these weights, of this and earlier attempts, by name. Rank 0 has the file."""
+    """The finished results of this and earlier attempts for these weights, by name. The file is on rank 0."""
 
     def __init__(self, path: Path, session: Session, weights: str) -> None:
         self._session, self._weights = session, weights
@@ -99,8 +99,8 @@ class FinishedVariants:
         self._kept = {name: value for name, of, value in entries if of == weights}
 
     def get(self, name: str, make: Callable[[], Any]) -> Any:
-        """The result kept under `name`; if there is none, the result of `make` on all ranks, which is then kept. It may
-        be None on ranks other than 0.
+        """The kept result with this name. If there is none, calls `make` on all ranks, and keeps and returns its
+        result. The result may be None on ranks other than 0.
         """
         if self._session.world.agree(name in self._kept):
             return self._kept.get(name)
@@ -112,14 +112,14 @@ class FinishedVariants:
 
 
 def finish(sft: SftRun, module: Decoder) -> dict[str, Any]:
-    """Does all stages; returns the entries for results.json (on rank 0). It does not write merged weights that do not
-    match. Raises Stopped between two micro-batches or tokens.
+    """Does all phases after training; returns the entries for results.json (on rank 0). Merged weights that do not
+    match are not written. Raises Stopped between two micro-batches or tokens.
     """
     session, adapter = sft.session, sft.config.method == "lora"
     trained = tuning.of_weights(*sft.trained)
     done = FinishedVariants(session.workdir / DONE, session, trained)
     module.eval()
-    if adapter:  # first: whatever fails later, the trained adapter is there
+    if adapter:  # written first, so that the trained adapter exists even if something fails later
         keep_adapter(sft, module)
     losses: dict[str, Any] = {}
     for variant in VARIANTS if adapter else ():
@@ -135,7 +135,7 @@ def finish(sft: SftRun, module: Decoder) -> dict[str, Any]:
             report, dtype = _judge(losses, session.say)
         if not sft.config.lora.shard_base:
             if not session.world.first:
-                return {}  # every rank has all tensors, and the first rank writes them
+                return {}  # every rank has all tensors, and only the first rank writes them
         elif not session.world.agree(dtype is not None):
             dtype = None
         tensors = lora.merged_weights(module)
@@ -156,7 +156,7 @@ def keep_adapter(sft: SftRun, module: Decoder) -> None:
 
 @torch.no_grad()
 def _entry(tree: dict[str, Any]) -> tuple[str, str, Any]:
-    """(name, weights, value) of a line of the ledger. Raises DoubtError."""
+    """Name, weights and value of a line of the file. Raises DoubtError."""
     fields = Fields(tree)
     value = fields.need("value", reading.anything)
     return fields.need("name", reading.text), fields.need("weights", reading.text), value

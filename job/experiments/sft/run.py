@@ -1,9 +1,9 @@
 """sft-h100: trains an adapter, or all weights, of a Llama- or Qwen-class decoder on packed chat examples.
 
-The base is frozen in bf16, whole on every rank or sharded (`lora.shard_base`); only the adapter is trained,
-checkpointed and reduced over ranks (replicated). With `method: full` the fp32 weights are sharded over the ranks
-(FSDP2). It has one phase; merge.py does what follows. It leaves `final/` (merged weights in the published layout, the
-tokenizer, `adapter/`) and `results.json`.
+The base is frozen in bf16; it is either complete on every rank or sharded (`lora.shard_base`). Only the adapter is
+trained, saved in checkpoints, and has gradients that are summed over the ranks. With `method: full` the fp32 weights
+are sharded over the ranks (FSDP2). The run has one phase; merge.py does what follows. The run leaves `final/` (merged
+weights in the published layout, the tokenizer, `adapter/`) and `results.json`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Sft(Experiment):
         self._began = time.monotonic()
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
-        """The base with a fresh adapter, or the base itself."""
+        """The base with a new adapter; with `method: full`, the base itself."""
         self._announce(phase)
         return self._make(fresh=True)
 
@@ -60,8 +60,8 @@ class Sft(Experiment):
         return self._make(fresh=False)
 
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
-        """AdamW on the adapter, without decay unless the file asks for it; or on all weights, by the decoder's
-        table.
+        """AdamW for the adapter, with weight decay only if the file asks for it; or for all weights, with decay as in
+        the decoder's table.
         """
         decay = self.config.optim.weight_decay
         if self.config.method == "lora":
@@ -84,25 +84,25 @@ class Sft(Experiment):
         return self.batches.work("validation", self.batches.fixed(self.config.eval.rows), rung.micro)
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """The adapter alone, or everything."""
+        """The adapter alone, or all weights."""
         return lora.weights(module) if self.config.method == "lora" else super().weights(module)
 
     def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
-        """Does nothing: `finish` does what follows, and remembers its progress."""
+        """Does nothing, because `finish` does the work that follows, and keeps its own progress."""
         assert isinstance(module, Decoder)
         self.trained = weights
         module.checkpointing = False
         self.trained_s = time.monotonic() - self._began
 
     def finish(self) -> None:
-        """Validates the merge, stores answers, and writes final/ and results.json. Raises Stopped; MergeDiffersError,
-        on every rank, once everything is written.
+        """Validates the merge, stores answers, and writes final/ and results.json. Raises Stopped. Raises
+        MergeDiffersError on every rank after everything is written.
         """
         assert self.module is not None
         entries = merge.finish(self, self.module)
         if self.session.world.first:
             atomic.write_json(self.session.workdir / RESULTS, self._results(entries))
-        report = entries.get("merge")  # None: nothing was merged, or another rank has the report
+        report = entries.get("merge")  # None if nothing was merged, or if another rank has the report
         refused = self.session.world.agree(report and not report["fp32_matches"] and report["fp32_difference"])
         if refused:
             raise merge.MergeDiffersError(refused)
@@ -153,7 +153,7 @@ class Sft(Experiment):
         own = session.metrics.records(phase.name)
         measured = {
             **metrics.measured(own),
-            # an upper bound of the data's share of this attempt's time
+            # An upper bound of the share of this attempt's time that was spent on data.
             "data_share": round(self.batches.waited_s / self.trained_s, 6),
         }
         return {

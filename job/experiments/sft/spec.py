@@ -1,7 +1,7 @@
 """sft-h100: LoRA or all weights of a decoder on packed rows. A micro-batch counts rows of `data.row` tokens.
 
-With a frozen base a token costs 4 FLOP per base parameter (forward, and the gradient of the input), 6 per adapter
-parameter, and attention within its own example.
+With a frozen base, a token needs 4 FLOP per base parameter (for the forward pass, and the gradient of the input), 6 per
+adapter parameter, and those of attention within its own example.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from gpufleet.job.experiments.tuning.spec import TokenBatch, TuningConfig
 from gpufleet.job.kind import common
 
 VALIDATION_ROWS = 32  # rows on which adapter and merged weights are compared in fp32
-ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040  # prompts that each rank answers in one batch; tokens of that batch
+# number of prompts that each rank answers in one batch, and of tokens in that batch
+ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040
 BASE_BYTES = 2  # bytes of a frozen parameter: always bf16, whatever the dtype of the products
-# Compiled steps keep this share of the memory that autograd keeps, adapters apart (8 B, H100 and H200;
-# bench/results/gpu.md).
+# Compiled steps keep this share of the memory that autograd keeps, without that of adapters (measured with 8 B on an
+# H100 and an H200; bench/results/gpu.md).
 COMPILED_KEEPS = 0.885
-# An eager step takes this many times a compiled one: 630 ms for 533 on an H100, 576 for 506 on an H200
+# How much longer a step takes if it is not compiled: 630 instead of 533 ms on an H100, 576 instead of 506 on an H200
 # (bench/results/gpu.md).
 EAGER = 1.18
 # Tokens that one core of a host tokenises in a millisecond during training (bench/results/sft.md); and bytes per token
 # of the text that is stored beside the ids: 600 k instruction examples of 361 tokens are 870 MB.
 TOKENS_PER_MS, TEXT_BYTES = 540, 4.0
-FP32_COST = 15  # cost of a token in true fp32 over bf16 tensor cores: H100 989 over 67 TFLOP/s
+FP32_COST = 15  # how much longer a token takes in true fp32 than with bf16 tensor cores: an H100 has 67 and 989 TFLOP/s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,33 +37,44 @@ class ChatData:
     """Instruction and response pairs, tokenised once and packed whole into rows."""
 
     source: Literal["jsonl", "generated-pairs"] = "jsonl"  # what `gpufleet prepare` reads or generates
-    examples: int = common.bounded(600_000, 1, 100_000_000)  # expected; the prepared dataset's own count replaces it
-    tokens_per_example: float = common.bounded(361.0, 1.0, 131072.0)  # likewise
+    # the expected number, which that of the prepared dataset replaces
+    examples: int = common.bounded(600_000, 1, 100_000_000)
+    # the expected number, which that of the prepared dataset replaces
+    tokens_per_example: float = common.bounded(361.0, 1.0, 131072.0)
     row: int = common.bounded(4096, 8, 131072)  # tokens per packed row
-    fill: float = common.bounded(0.98, 0.01, 1.0)  # expected share of text in a packed row; likewise
-    longest: int = common.bounded(1024, 8, 131072)  # tokens of one example, the rest is cut off and reported
+    # expected share of text in a packed row, which that of the prepared dataset replaces
+    fill: float = common.bounded(0.98, 0.01, 1.0)
+    # the most tokens of an example; further tokens are cut off, and this is reported
+    longest: int = common.bounded(1024, 8, 131072)
     loss_on: Literal["response", "all"] = "response"
     held_out: float = common.bounded(0.01, 0.001, 0.5)  # share of examples, at least one example
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowEval:
-    """Validation on the same fixed packed rows; prompts are continued greedily at the end and stored."""
+    """Each validation uses the same packed rows. After training, the model continues prompts greedily, and the answers
+    are stored.
+    """
 
-    every: int = common.bounded(1500, 1, 10_000_000)  # steps: about half an hour on one H100
+    every: int = common.bounded(1500, 1, 10_000_000)  # steps between two evaluations; about half an hour on one H100
     rows: int = common.bounded(512, 1, 1_000_000)
-    prompts: int = common.bounded(100, 0, 10_000)  # held-out instructions to answer after training
+    prompts: int = common.bounded(100, 0, 10_000)  # number of held-out instructions that are answered after training
     sample_tokens: int = common.bounded(128, 0, 4096)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measures:
-    """The experiment's measures for speed, each with a switch for the ablation table (docs/sft.md)."""
+    """The options of the experiment that make it faster. Each can be switched off for the ablation table
+    (docs/sft.md).
+    """
 
-    pretokenised: bool = True  # packed ids; False: texts beside the ids, tokenised while training (prepare again)
-    packing: bool = True  # rows filled with whole examples; False: one padded example per row (prepare again)
-    async_checkpoints: bool = True  # training goes on while a save is written
-    compile: bool = True  # compile each block and the loss, on a GPU
+    # whether rows of ids are read; if not, texts are tokenised during training (then prepare the dataset again)
+    pretokenised: bool = True
+    # whether rows are filled with whole examples; if not, each row is one padded example (then prepare the dataset
+    # again)
+    packing: bool = True
+    async_checkpoints: bool = True  # whether training goes on while a save is written
+    compile: bool = True  # whether each block and the loss are compiled on a GPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +97,7 @@ class SftConfig(TuningConfig):
     optim: CosineAdamW = CosineAdamW()
     precision: common.Compute = common.Compute()
     measures: Measures = Measures()
-    reshard_after_forward: bool = True  # full weights only: True = ZeRO-3, False = ZeRO-2
+    reshard_after_forward: bool = True  # only with `method: full`: True for ZeRO-3, False for ZeRO-2
     deliver: common.Deliver = common.added_later("best", version="0.1.0")
     checkpoint: common.Checkpoint = common.Checkpoint()
     guard: common.Guard = common.added_later(common.Guard(), version="0.1.0")
@@ -152,10 +164,11 @@ class SftConfig(TuningConfig):
 
     @common.remembered
     def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
-        """LoRA: base in bf16 on every rank, or sharded with the tables and two layers gathered; adapters with fp32
-        state; products in fp32 cast the base's matrices, and the casts stay until backward (with checkpointing those of
-        one layer). Full: fp32 state sharded over the ranks, and the gathered weights of the compute dtype (two layers
-        with ZeRO-3, all layers with ZeRO-2).
+        """The memory needed. With LoRA: the base in bf16 on every rank, or sharded, with gathered tables and two
+        gathered layers; and the adapters with fp32 state. If products are in fp32, the base's matrices are cast, and
+        the casts stay in memory until the backward pass (with checkpointing, only those of one layer). With all
+        weights: the fp32 state, sharded over the ranks, and the gathered weights in the compute dtype (two layers with
+        ZeRO-3, all layers with ZeRO-2).
         """
         m = self.model
         compute = 2 if self.precision.compute == "bf16" else 4
@@ -176,7 +189,7 @@ class SftConfig(TuningConfig):
         activations = tuning.activations(m, tokens, compute, rung, adapters=adapters)
         if phase_index == 1:
             gradients = moments = 0.0
-            activations = tokens * tuning.layer_activation_bytes(  # of one layer at a time
+            activations = tokens * tuning.layer_activation_bytes(  # only one layer at a time
                 m, compute, replace(rung, products_too=False), adapters=adapters
             )
             weights = base if self.method == "lora" else total * compute
@@ -235,9 +248,9 @@ class SftConfig(TuningConfig):
 
     @common.remembered
     def sizes(self) -> common.Sizes:
-        """Final: the adapter in bf16, and the merged model, in fp32 if bf16 would round away too much of the adapter.
-        If a limit ends the run, a run with an adapter leaves only the adapter. Each token of the dataset has its
-        example's mark beside it: 4 bytes, or 6 if an id needs more than two.
+        """The sizes of files. final/ has the adapter in bf16 and the merged model, which is in fp32 if too much of the
+        adapter would be lost in bf16. If a limit ends the run, a run with an adapter leaves only the adapter. Each
+        token of the dataset has its example's mark beside it: 4 bytes, or 6 if an id needs more than two.
         """
         total, own = tuning.parameters(self.model), trained(self)
         final = {"adapter": 2 * own, "merged": 4 * total} if self.method == "lora" else {"merged": 2 * total}
@@ -254,7 +267,7 @@ class SftConfig(TuningConfig):
 
 
 def trained(config: SftConfig) -> int:
-    """Parameters with gradients and moments."""
+    """The number of parameters that have gradients and moments."""
     m = config.model
     if config.method == "full":
         return tuning.parameters(m)
@@ -262,7 +275,7 @@ def trained(config: SftConfig) -> int:
     if not config.lora.template_tokens:
         return adapter
     from gpufleet.job.experiments.dataset.rendering import (
-        TEMPLATES,  # imported here: most adapters train none of a template's tokens
+        TEMPLATES,  # imported here, because most adapters do not train a template's tokens
     )
 
     return adapter + len(TEMPLATES[m.family].specials) * (1 if m.tied else 2) * m.width
@@ -289,7 +302,9 @@ def _head_flops(config: SftConfig) -> int:
 
 
 def forward_share(config: SftConfig) -> float:
-    """The forward pass's share of a token's work. Nearly half with a frozen base, which gets no gradients."""
+    """The share of the forward pass in the work for a token. The share is nearly half if the base is frozen, because
+    the base then needs no gradients.
+    """
     matmul, own, whole = tuning.matmul_parameters(config.model), trained(config), flops_per_token(config)
     if config.method == "full":
         return 1 / 3
@@ -303,7 +318,7 @@ def example_tokens(config: SftConfig) -> float:
 
 
 def fill(config: SftConfig) -> float:
-    """Share of text in a row, the rest being padding."""
+    """The share of text in a row. The other part of the row is padding."""
     return config.data.fill if config.measures.packing else example_tokens(config) / config.data.row
 
 

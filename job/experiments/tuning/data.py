@@ -14,7 +14,7 @@ from gpufleet.job.kind.common import Say
 from gpufleet.job.kind.dataset import Given
 
 T = TypeVar("T", bound=TuningConfig)
-_KEYS = {  # parameters by the fact of packed rows
+_KEYS = {  # the parameter by the name of the fact about packed rows
     "row": "data.row",
     "longest": "data.longest",
     "loss_on": "data.loss_on",
@@ -24,7 +24,9 @@ _KEYS = {  # parameters by the fact of packed rows
 
 
 class PackedData(PreparedDataset[T]):
-    """Rows that contain whole examples. The modules that read text are imported on use: a bill reads no text."""
+    """Rows that contain whole examples. The modules that read text are imported only when they are used, because a bill
+    reads no text.
+    """
 
     arguments: ClassVar[dict[str, str]] = {"jsonl": "FILE.jsonl"}
 

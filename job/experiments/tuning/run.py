@@ -91,8 +91,9 @@ def base(
     adapters: Lora | None = None,
 ) -> Decoder:
     """A decoder on the device with the weights with which training starts: published weights, or, for generated data,
-    weights drawn from the seed. Unless `written`, the weights are only allocated. `spread`: each rank gets a part, and
-    no device ever has all weights. `adapters` are attached, whole on every rank and not initialised. Raises ValueError.
+    random weights from the seed. If not `written`, the weights are only allocated. `spread`: whether each rank gets
+    only a part, so that no device ever has all weights. `adapters` are added to the decoder; they are complete on every
+    rank, and not initialised. Raises ValueError.
     """
     published = session.inputs is not None
     if not published and not config.data.source.startswith("generated-"):
@@ -125,7 +126,9 @@ def trained_whole(session: Session, config: TuningConfig, *, written: bool) -> D
 
 
 def cosine(config: CosineAdamW, step: int, steps: int) -> float:
-    """The rate of the step that follows `step` steps: up over `warmup`, then a cosine that ends at floor x lr."""
+    """The rate of the step that follows `step` steps: it rises over `warmup` steps, and then follows a cosine that ends
+    at floor x lr.
+    """
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     share = (step - config.warmup) / max(1, steps - config.warmup)
@@ -142,14 +145,14 @@ def of_weights(step: int, val_loss: float | None) -> str:
 def leave(
     session: Session, manifest: DatasetManifest, config: TuningConfig, module: nn.Module, meta: Mapping[str, Any]
 ) -> None:
-    """Writes final/ for a run that a limit ends: the weights in bf16, as the module holds them. All ranks call it."""
+    """Writes final/ for a run that a limit ends: the weights of the module in bf16. Must be called by all ranks."""
     tensors = gathered(session, module, heed=False)
     deliver(session, manifest, config, tensors, torch.bfloat16, meta)
 
 
 def gathered(session: Session, module: nn.Module, *, heed: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of a sharded module, one at a time; on rank 0. Every rank must iterate. Raises Stopped if `heed` and
-    a stop was requested.
+    """Yields every weight of a sharded module, one at a time, on rank 0. Every rank must iterate. If `heed`, raises
+    Stopped when a stop was requested.
     """
     for name, parameter in module.named_parameters():
         if heed:
@@ -165,7 +168,7 @@ def deliver(
     dtype: torch.dtype,
     meta: Mapping[str, Any],
 ) -> str:
-    """Writes final/: the weights with the files that lie beside published weights, the dataset's tokenizer and, last,
+    """Writes final/: the weights with the other files of published weights, the dataset's tokenizer, and at last
     meta.json, which also lists an adapter/ in final/. Returns the (first) weights file's sha256, on rank 0.
     """
     if not session.world.first:
@@ -191,7 +194,7 @@ def deliver(
     tree = {
         "schema": 1,
         **meta,
-        "tokens": meta["step"] * config.batch.tokens,  # with padding, as in metrics.jsonl
+        "tokens": meta["step"] * config.batch.tokens,  # includes padding, as in metrics.jsonl
         "shape": asdict(config.model),
         "dtype": str(dtype).removeprefix("torch."),
         "tokenizer": {key: manifest.facts[key] for key in ("tokenizer", "tokenizer_id", "vocab", "template")},

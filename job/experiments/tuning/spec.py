@@ -1,5 +1,5 @@
-"""The common parameters of sft-h100 and kernel-sft, which fine-tune a published decoder on packed rows; and such a
-decoder in numbers: parameters, FLOPs, activations.
+"""The common parameters of sft-h100 and kernel-sft, which fine-tune a published decoder on packed rows; and the numbers
+of such a decoder: parameters, FLOPs, activations.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from gpufleet.job.kind.job import Alternative, Processes, changed
 
 LOGIT_BYTES = 12  # bytes per token and vocabulary entry of one chunk: fp32 logits, log-probabilities and gradient
 LARGER_BATCHES = 2, 4, 8  # multiples of the file's batch that a comparison shows
-LOSS_CHUNK = 1024  # tokens whose logits exist at once: the loss is computed in chunks
-# Host ms to launch a compiled layer of a micro-batch, forward and backward: 60 launches with all weights and 117 with
-# adapters, by the compiler's own plan (torch 2.13.0 on a CPU, 2026-11-23), and one launch for each gradient that is
-# added up; 36 us each, as growth's layers take (growth/spec.py). Not included: the loss, FSDP2's hooks, the repeated
-# forward pass with checkpointing. Clipping and AdamW as there.
+LOSS_CHUNK = 1024  # number of tokens whose logits exist at once, because the loss is computed in chunks
+# Milliseconds that the host needs to launch the forward and backward passes of a compiled layer for a micro-batch: 60
+# launches with all weights and 117 with adapters, by the compiler's own plan (torch 2.13.0 on a CPU, 2026-11-23), and
+# one launch for each gradient that is summed. Each launch takes 36 us, as in growth's layers (growth/spec.py). Not
+# included: the loss, FSDP2's hooks, the repeated forward pass with checkpointing. Clipping and AdamW take as long as in
+# growth.
 LAYER_LAUNCH_MS, LORA_LAUNCH_MS, LAUNCH_MS = 2.4, 4.7, 3.0
 
 
 def parameters(m: DecoderConfig) -> int:
-    """All parameters; a tied head counts once."""
+    """The number of all parameters; a tied head is included only once."""
     return m.layers * layer_parameters(m) + m.vocab * m.width * (1 if m.tied else 2) + m.width
 
 
@@ -43,27 +44,30 @@ def layer_matmul(m: DecoderConfig) -> int:
 
 
 def matmul_parameters(m: DecoderConfig) -> int:
-    """Parameters that multiply a token: every layer's matrices and the head; not the embedding look-up."""
+    """The number of parameters by which a token is multiplied: all matrices of layers, and the head, but not the
+    embedding.
+    """
     return m.layers * layer_matmul(m) + m.vocab * m.width
 
 
 def attention_flops(m: DecoderConfig, context: float) -> int:
-    """Forward and backward of one token's scores and sums, causal, over documents of `context` tokens."""
+    """FLOPs of the attention of one token, forward and backward, in documents of `context` tokens with causal
+    attention.
+    """
     return int(6 * m.layers * m.heads * m.head_dim * context)
 
 
 def lora_parameters(m: DecoderConfig, rank: int) -> int:
-    """Adapters on all seven projections: rank x (in + out) each."""
+    """The number of parameters of adapters on all seven projections: rank x (in + out) for each."""
     q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
     per_layer = 2 * (m.width + q) + 2 * (m.width + kv) + 3 * (m.width + m.ffn)
     return m.layers * rank * per_layer
 
 
 def layer_activation_bytes(m: DecoderConfig, compute: int, rung: Rung, *, adapters: int = 0) -> float:
-    """Bytes that autograd keeps for one token in one layer. `adapters`: the rank of LoRA, 0 without.
-
-    Kept: both norms' inputs and outputs, q, k, v and the attention's result, SwiGLU's gate, up, and product. With
-    checkpointing only the results of products and attention are kept, or the input alone. A frozen matrix needs no
+    """Bytes that autograd keeps for one token in one layer. `adapters`: the rank of LoRA, or 0. These bytes are the
+    inputs and outputs of both norms, q, k, v, the result of the attention, and SwiGLU's gate, up and product. With
+    checkpointing, only the results of products and attention are kept, or only the input. A frozen matrix needs no
     input, but the adapter beside it needs its input and its narrow product.
     """
     if rung.products_too:
@@ -79,7 +83,9 @@ def layer_activation_bytes(m: DecoderConfig, compute: int, rung: Rung, *, adapte
 
 
 def loss_bytes(m: DecoderConfig, tokens: int, *, trained: bool = False) -> int:
-    """One chunk's logits, and hidden states whose gradient the chunks add up; in fp32 a `trained` head's gradient."""
+    """Bytes of one chunk's logits, of the hidden states, whose gradient is the sum over the chunks, and, if the head is
+    `trained`, of its gradient in fp32.
+    """
     head = m.vocab * m.width * 4 if trained else 0
     return min(tokens, LOSS_CHUNK) * m.vocab * LOGIT_BYTES + tokens * m.width * 4 + head
 
@@ -89,20 +95,21 @@ def whole_state(
 ) -> tuple[float, float, float]:
     """Bytes of weights, gradients and moments on one rank if all weights are trained: fp32 state sharded over the
     ranks, and the gathered weights of the compute dtype (two layers with ZeRO-3, all layers with ZeRO-2, and the
-    tables). A single rank gathers nothing and casts all weights, and the casts stay until backward; with checkpointing
-    only those of a layer and of the head.
+    tables). A single rank gathers nothing, but casts all weights; the casts stay in memory until the backward pass
+    (with checkpointing, only those of a layer and of the head).
     """
     total, layer = parameters(m), layer_parameters(m) * compute
     gathered = 2 * layer if reshard else m.layers * layer
     tables = m.vocab * m.width * compute * (1 if m.tied else 2)
     cast = layer + m.vocab * m.width * compute if checkpointing else total * compute
     copies = gathered + tables if ranks > 1 else cast if compute < 4 else 0
-    whole = layer_parameters(m) * (compute + 4) if ranks > 1 else 0  # a layer's gradients, and their fp32 copy to send
+    # the gradients of a layer, and their fp32 copy that is sent
+    whole = layer_parameters(m) * (compute + 4) if ranks > 1 else 0
     return total * 4 / ranks + copies, total * 4 / ranks + whole, total * 8 / ranks
 
 
 def frozen_bytes(m: DecoderConfig, ranks: int) -> float:
-    """Bytes on one rank of a bf16 base sharded over `ranks`: its part, and two layers and the tables gathered."""
+    """Bytes on one rank of a bf16 base sharded over `ranks`: its part, two gathered layers, and the gathered tables."""
     whole = parameters(m) * 2
     if ranks == 1:
         return whole
@@ -115,7 +122,9 @@ def gathered_bytes(m: DecoderConfig, compute: str, *, again: bool) -> int:
 
 
 def activations(m: DecoderConfig, tokens: int, compute: int, rung: Rung, *, adapters: int = 0) -> float:
-    """Bytes that all layers keep for `tokens` tokens. With checkpointing, one layer keeps all in backward."""
+    """Bytes that all layers keep for `tokens` tokens. With checkpointing, they are kept for one layer at a time in the
+    backward pass.
+    """
     layer_bytes = layer_activation_bytes(m, compute, rung, adapters=adapters)
     again = layer_activation_bytes(m, compute, Rung(micro=1), adapters=adapters) if rung.checkpointing else 0.0
     return tokens * (m.layers * layer_bytes + again + 2 * m.width * compute)
@@ -135,7 +144,9 @@ def batch_problems(batch: TokenBatch, row: int, betas: tuple[float, ...]) -> lis
 
 
 def ladder(config: TuningConfig, ranks: int) -> tuple[Rung, ...]:
-    """A rank's packed rows, halved down to one, then with activation checkpointing; last a row's inputs alone."""
+    """The ladder: a rank's packed rows, halved down to one; then with activation checkpointing; and at last only the
+    inputs of a row.
+    """
     whole, tokens = rows_per_rank(config, ranks), config.batch.micro_tokens
     rungs = cuts(whole, tokens and tokens // config.data.row, halves(whole))
     return *rungs, Rung(micro=1, checkpointing=True, products_too=True)
@@ -152,14 +163,14 @@ def problems(m: DecoderConfig) -> list[tuple[str, str]]:
 
 
 def steps(tokens: float, per_step: float) -> int:
-    """Optimizer steps that visit `tokens` once; the last batch is filled from the next pass."""
+    """The number of optimizer steps that read `tokens` once; the last batch is filled with tokens of the next pass."""
     return max(1, math.ceil(tokens / per_step - 1e-9))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBatch:
-    """Packed tokens per optimizer step over all GPUs. `micro_tokens` per GPU and forward; None = the largest rung of
-    the ladder that fits.
+    """Packed tokens per optimizer step over all GPUs. `micro_tokens`: tokens per GPU and forward pass; None for the
+    highest rung of the ladder that fits.
     """
 
     tokens: int = bounded(16_384, 8, 100_000_000)
@@ -199,6 +210,6 @@ class TuningConfig(ExperimentConfig):
 
     def dataset_facts(self) -> dict[str, Any]:
         """The facts in dataset.json of rows that this job may train on."""
-        from gpufleet.job.experiments.dataset.rendering import TEMPLATES  # imported here: a bill reads no text
+        from gpufleet.job.experiments.dataset.rendering import TEMPLATES  # imported here, because a bill reads no text
 
         return {"row": self.data.row, "longest": self.longest(), "template": TEMPLATES[self.model.family].name}

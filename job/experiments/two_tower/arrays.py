@@ -10,7 +10,7 @@ Labels = NDArray[np.int8]
 
 
 def unit_rows(rows: Floats) -> Floats:
-    """Rows of length 1; a zero row stays zero."""
+    """The rows, scaled to length 1; a row of zeros stays zero."""
     length = np.linalg.norm(rows, axis=-1, keepdims=True)
     unit: Floats = np.divide(rows, length, out=np.zeros_like(rows), where=length > 0)
     return unit

@@ -1,9 +1,9 @@
 """The baselines that the towers must beat: popularity, LambdaRank and random order, on the same folds and the same
 training queries.
 
-Each baseline gives one row of scores per query, from a model that saw neither the query's fold nor the fold that it
-watches (LambdaRank stops early on the watched fold, as the towers do). Legend: T training or known queries, M models, S
-sentence width, P principal axes, F features.
+Each baseline returns one row of scores for each query. Its model was trained on neither the query's fold nor the fold
+that it watches (LambdaRank stops early by the watched fold, as the towers do). Legend: T training or known queries, M
+models, S sentence width, P principal axes, F features.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from gpufleet.job.experiments.two_tower.folds import Indices, Member, fold_of, g
 from gpufleet.job.experiments.two_tower.ranking import GAINS, Tables
 from gpufleet.job.experiments.two_tower.spec import MOST_RANKED
 
-NEIGHBOURS = 10  # models of the neighbour feature
+NEIGHBOURS = 10  # number of most similar queries in the neighbour feature
 PROJECTIONS = 8  # principal directions of the training queries' sentence vectors
 FEATURES = 5 + PROJECTIONS
-PARTS = 8  # parts of the training queries: the features of each part come from the other seven
-MAX_TREES, PATIENCE = 100, 10  # a tree takes 0.2 core-seconds on 274 queries x 1131 models
+PARTS = 8  # number of parts of the training queries; the features of each part are computed from the other seven
+# the most trees, and trees without improvement until the stop; a tree takes 0.2 core-seconds for 274 queries x 1131
+# models
+MAX_TREES, PATIENCE = 100, 10
 LAMBDARANK = {
     "objective": "lambdarank",
-    "label_gain": [GAINS[0], GAINS[2], GAINS[1]],  # of irrelevant, good, best
+    "label_gain": [GAINS[0], GAINS[2], GAINS[1]],  # the gains of irrelevant, good and best models
     "metric": "ndcg",
     "eval_at": [10],
     "learning_rate": 0.1,
@@ -60,7 +62,7 @@ def lambdarank_missing(models: int) -> str | None:
         return "not installed (pip install 'gpufleet[ranking]')"
     try:
         importlib.import_module("lightgbm")
-    except (ImportError, OSError) as error:  # scipy is missing, or a system library
+    except (ImportError, OSError) as error:  # scipy or a system library is missing
         return f"cannot be imported: {error}"
     return None
 
@@ -68,7 +70,7 @@ def lambdarank_missing(models: int) -> str | None:
 def lambdarank(
     member: Member, tables: Tables, *, seed: int, threads: int, stop: Callable[[], None] = lambda: None
 ) -> Floats:
-    """LightGBM's LambdaRank. `stop` is called after each tree and may raise. [test, M]"""
+    """LightGBM's LambdaRank. `stop` is called after each tree, and may raise an error. Returns the scores [test, M]."""
     lightgbm = importlib.import_module("lightgbm")
     train, watch, test = member.train, member.watch, member.test
     axes_PS = principal_axes(tables.queries[train])
@@ -100,10 +102,10 @@ def lambdarank(
 
 
 def training_features(tables: Tables, train: Indices, axes_PS: Floats, seed: int) -> Floats:
-    """[train, M, F]: the training queries in PARTS parts; the features of each part come from the other parts.
-
-    If only the query itself were left out, its features would reveal its label: exactly its relevant models would have
-    one relevant query less. Trees would use that difference, which a test query does not have.
+    """Features [train, M, F] of the training queries. The queries are split into PARTS parts, and the features of each
+    part are computed from the other parts. If only the query itself were left out, its features would reveal its
+    labels, because exactly its relevant models would have one relevant query less. Trees would learn this difference,
+    which does not exist for a test query.
     """
     features_TMF = np.zeros((len(train), tables.labels.shape[1], FEATURES), dtype=np.float32)
     parts = min(PARTS, len(train))
@@ -115,8 +117,8 @@ def training_features(tables: Tables, train: Indices, axes_PS: Floats, seed: int
 
 
 def features(tables: Tables, known: Indices, queries: Indices, axes_PS: Floats) -> Floats:
-    """[queries, M, F]: LambdaRank's features of a query and a model, from the judgements of `known`, which has none of
-    `queries`.
+    """LambdaRank's features of each query and model, [queries, M, F]. The features are computed from the judgements of
+    the queries `known`, none of which is in `queries`.
 
     Popularity (share of known queries with a label), mean and variance of the gain, the gain of the NEIGHBOURS most
     similar known queries weighted by similarity, the cosine between the query and the gain-weighted mean query of the
@@ -142,14 +144,15 @@ def features(tables: Tables, known: Indices, queries: Indices, axes_PS: Floats) 
 
 
 def principal_axes(sentences_TS: Floats) -> Floats:
-    """[at most PROJECTIONS, S]: the directions in which the sentence vectors differ most."""
+    """The directions in which the sentence vectors differ most, [at most PROJECTIONS, S]."""
     axes_PS: Floats = np.linalg.svd(sentences_TS - sentences_TS.mean(axis=0), full_matrices=False)[2][:PROJECTIONS]
     return axes_PS
 
 
 def _mean(labels_TM: Labels, worth: Sequence[float]) -> NDArray[np.float64]:
-    """The mean over the queries of the `worth` of labels 0, 1, 2, [M]; 0 without queries. The mean is computed from
-    counts, so models with the same counts get the same number; sums of gains would depend on the order of the queries.
+    """The mean over the queries of the `worth` of labels 0, 1, 2, [M]; 0 if there are no queries. The mean is computed
+    from counts, so models with the same counts get the same number; sums of gains would depend on the order of the
+    queries.
     """
     total_M = np.zeros(labels_TM.shape[1])
     for label, label_worth in enumerate(worth):

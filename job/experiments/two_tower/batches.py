@@ -42,8 +42,8 @@ class Batches:
             self._watched_weights_KV = self._placed(weights_KV)
 
     def work(self, config: TwoTowerConfig, place: int, micro: int) -> Work:
-        """The step of all members that (seed, `place`) names: every query, or the queries that the objective samples,
-        in chunks of `micro`. Dropout's bits are drawn for all chunks at once.
+        """The data of one step of all members, in chunks of `micro` queries: every query, or the queries that the
+        objective samples by (seed, `place`). The random bits of dropout are made for all chunks at once.
         """
         generator = torch.Generator(self._device).manual_seed(mix(config.seed, place))
         members, models = self._targets_KRM.shape[0], self._targets_KRM.shape[2]

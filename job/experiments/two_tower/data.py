@@ -31,7 +31,7 @@ class RankingData(PreparedDataset[TwoTowerConfig]):
         return f"is of other settings ({'; '.join(problems)})" if problems else ""
 
     def check(self, folder: Path, say: Say) -> None:
-        """Prints the folds on which no epoch can be chosen."""
+        """Prints the folds for which no epoch can be chosen."""
         from gpufleet.job.experiments.two_tower.folds import members, require_relevant, without_relevant
         from gpufleet.job.experiments.two_tower.ranking import read
 

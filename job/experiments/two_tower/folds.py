@@ -1,15 +1,15 @@
 """Folds, the members trained on them, weak labels, and the tensors of one step. The module uses numpy only, and has no
-model and no training. A member is one model, with queries from which it learns, queries that it watches to choose its
-epoch, and a fold on which it is tested.
+model and no training. A member is one model. A member has queries from which it learns, queries by which its epoch is
+chosen (it watches them), and a fold on which it is tested.
 
 | protocol | learns from | watches | tested on |
 |---|---|---|---|
 | honest | the other folds | fold k + 1 | fold k, once, at the chosen epoch |
 | optimistic (the original plan's) | every fold but k | fold k | fold k, at its best epoch |
 
-A member's arrays hold only its own training queries, so no label of another query can reach it; weak labels are made
-from the same queries. Legend: Q judged queries, N discovery queries, M models, S sentence width, T training queries, R
-rows of a member.
+A member's arrays contain only its own training queries, so it cannot learn from the label of another query. Its weak
+labels are made from the same queries. Legend: Q judged queries, N discovery queries, M models, S sentence width, T
+training queries, R rows of a member.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Member:
     """`train`, `watch` and `test` are rows of the dataset, ascending."""
 
     protocol: Protocol
-    fold: int  # number of discovery queries per member
+    fold: int  # number of discovery queries for each member
     train: Indices
     watch: Indices
     test: Indices
@@ -51,7 +51,7 @@ class MemberRows:
 
 
 def fold_of(queries: int, folds: int, seed: int) -> Indices:
-    """The fold of each query: shuffled queries are dealt out one by one."""
+    """The fold of each query. Shuffled queries are put into the folds in turn."""
     fold_Q = np.empty(queries, dtype=np.int64)
     fold_Q[np.random.default_rng(seed).permutation(queries)] = np.arange(queries) % folds
     return fold_Q
@@ -95,12 +95,12 @@ def worth(labels: Labels) -> NDArray[np.float64]:
 
 
 def weak_labels(discovery_NS: Floats, queries_TS: Floats, gains_TM: Floats, weak: Weak) -> tuple[Indices, Floats]:
-    """The discovery queries that got labels, ascending, and their gains.
+    """Returns the discovery queries that get labels, in ascending order, and their gains.
 
     Neighbours are the `neighbours` most similar queries with cosine >= `similarity`. A label is the mean of the
     neighbours' labels, weighted by similarity. The `queries` most confident discovery queries with confidence >=
-    `confidence` are kept; confidence is the mean similarity of the neighbours x their share of `neighbours`. Which
-    queries are kept depends on no label.
+    `confidence` are kept; confidence is the mean similarity of the neighbours x their share of `neighbours`. The choice
+    of the kept queries does not depend on labels.
     """
     cosine_NT = discovery_NS @ queries_TS.T
     count = min(weak.neighbours, cosine_NT.shape[1])
@@ -119,7 +119,7 @@ def weak_labels(discovery_NS: Floats, queries_TS: Floats, gains_TM: Floats, weak
 
 
 def require_relevant(member: Member, labels: Labels) -> None:
-    """Raises ValueError if the member would have nothing to learn."""
+    """Raises ValueError if no training query of the member has a relevant model."""
     if not (labels[member.train] > 0).any():
         raise ValueError(
             f"labels.csv: none of {len(member.train)} queries that the {member.protocol} model of fold {member.fold}"
@@ -153,7 +153,9 @@ def rows_of(member: Member, tables: Tables, weak: Weak, rows: int) -> MemberRows
 
 
 def watched(chosen: Sequence[Member], tables: Tables) -> tuple[Indices, NDArray[np.float64], NDArray[np.float64]]:
-    """The queries [K, V], gains [K, V, M] and weights [K, V], which sum to 1, that each member watches, padded."""
+    """The queries [K, V] that each member watches, their gains [K, V, M], and their weights [K, V], which sum to 1. All
+    are padded.
+    """
     width = max(len(member.watch) for member in chosen)
     queries = np.zeros((len(chosen), width), dtype=np.int64)
     weights = np.zeros((len(chosen), width))

@@ -22,7 +22,8 @@ from gpufleet.job.experiments.two_tower.model import (
 )
 from gpufleet.job.experiments.two_tower.spec import Sampled, TwoTowerConfig
 
-# hard negatives are drawn from this number of best-scored irrelevant models: our choice, the record names none
+# Hard negatives are chosen from this number of irrelevant models with the best scores. The number is our choice,
+# because the published record has none.
 HARD_POOL = 50
 
 
@@ -37,12 +38,13 @@ class MembersOutput(NamedTuple):
 class Members(nn.Module):
     """`forward` gives the objective for a chunk of every member's queries."""
 
-    best: Tensor  # [K, P]: each member's parameters at its best epoch so far
-    scores: Tensor  # [F, folds, judged, M]: for finished families, each honest fold's model's, on every query
+    best: Tensor  # [K, P]: the parameters of each member at its best epoch so far
+    # [F, folds, judged, M]: for each finished family, the scores of every query by the honest model of each fold
+    scores: Tensor
     optimistic: Tensor  # [F, judged, M]: the scores of each query by the optimistic model of the query's own fold
 
     def __init__(self, config: TwoTowerConfig, count: int, first: int, compute: torch.dtype) -> None:
-        """`first`: the first seed for the members' weights."""
+        """`first`: the first of the seeds of the members' weights."""
         super().__init__()
         self.config = config
         seeds = [mix(config.seed, first + index) for index in range(count)]
@@ -64,7 +66,9 @@ class Members(nn.Module):
         model_noise: Tensor | None = None,
         draws_KBN: Tensor | None = None,
     ) -> MembersOutput:
-        """A member's weights have mean 1 over its whole batch. `draws`: uniform numbers, for objective `sampled`."""
+        """The weights of a member's rows have the mean 1 over its whole batch. `draws`: uniform random numbers, for the
+        objective `sampled`.
+        """
         noise = None
         if query_noise is not None and model_noise is not None:
             noise = Noise(query_noise, model_noise)
@@ -78,7 +82,7 @@ class Members(nn.Module):
 
     @torch.no_grad()
     def score(self, x_KQS: Tensor) -> Tensor:
-        """Scores [K, Q, M] without dropout, as for ranking; with `x` [Q, S] all members get the same queries."""
+        """Scores [K, Q, M] without dropout, as for ranking; if `x` is [Q, S], all members get the same queries."""
         towered: Towered = self.stack(x_KQS)
         return towered.query @ towered.model.mT
 
@@ -91,14 +95,15 @@ class Members(nn.Module):
 def sampled_loss(towered: Towered, targets_KBM: Tensor, draws_KBN: Tensor, sampled: Sampled) -> Tensor:
     """Cross-entropy of one relevant model against `negatives` irrelevant ones, [K, B].
 
-    `draws` are 1 + 2 x negatives uniform numbers per query. These numbers choose the relevant model (in proportion to
-    its target), and for each negative whether it is hard and which model it is. Hard negatives come from the HARD_POOL
-    best-scored irrelevant models.
+    `draws` has 1 + 2 x negatives uniform random numbers for each query. They choose the relevant model (in proportion
+    to its target), and for each negative whether it is hard, and which model it is. Hard negatives come from the
+    HARD_POOL best-scored irrelevant models.
     """
     negatives = sampled.negatives
     scores_KBM = towered.query @ towered.model.mT
     upto_KBM = targets_KBM.cumsum(-1)
-    positive = torch.searchsorted(upto_KBM, draws_KBN[..., :1] * upto_KBM[..., -1:], right=True)  # a draw may be 0
+    # a random number may be 0
+    positive = torch.searchsorted(upto_KBM, draws_KBN[..., :1] * upto_KBM[..., -1:], right=True)
     irrelevant = targets_KBM <= 0
     ranked = scores_KBM.detach().masked_fill(~irrelevant, -torch.inf).argsort(-1, descending=True)
     count = irrelevant.sum(-1, keepdim=True)
@@ -111,8 +116,8 @@ def sampled_loss(towered: Towered, targets_KBM: Tensor, draws_KBN: Tensor, sampl
 
 @torch.no_grad()
 def clip_each(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
-    """Undoes the mean over members, then scales each member's gradient down to a norm of `limit`; with 0 the norms are
-    only measured. Returns the norms before, [K].
+    """Undoes the mean over members, then scales each member's gradient down to a norm of `limit`; if it is 0, the norms
+    are only measured. Returns the norms before the scaling, [K].
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     count = gradients[0].shape[0]

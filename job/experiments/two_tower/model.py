@@ -35,7 +35,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from gpufleet.job.experiments.two_tower.spec import Towers
 
 NORM_EPS = 1e-8  # added to a vector's length before the division by it
-GROUP = 1 << 23  # scores that the loss holds at once, but at least one member's
+GROUP = 1 << 23  # number of scores that the loss has in memory at once; at least those of one member
 
 
 class Towered(NamedTuple):
@@ -78,25 +78,26 @@ class TwoTowerModel(nn.Module):
             hidden_QHh.transpose(0, 1).to(self.compute),
             self._dropout_weight(self.head_out, noise).to(self.compute),
         )
-        joined_QJ = heads_HQh.transpose(0, 1).flatten(1)  # J = H h: the one copy that fusion and `diversity` need
+        # J = H h; this is the only copy, which fusion and `diversity` both need
+        joined_QJ = heads_HQh.transpose(0, 1).flatten(1)
         fused_QF = self._hidden(self.fusion, joined_QJ, query_bits)
         query_Qd = self._tower(self.query, fused_QF, query_bits, noise, first=True)
         model_Md = self._tower(self.model, self.embedding, model_bits, noise, first=False)
         return Towered(unit(query_Qd) / t.temperature, unit(model_Md), joined_QJ.float().view(-1, t.heads, t.head))
 
     def _tower(self, layers: nn.ModuleList, x: Tensor, bits: list[Tensor], noise: Noise | None, first: bool) -> Tensor:
-        """The tower's output. `first`: whether its input has passed dropout."""
+        """The tower's output. `first`: whether dropout was applied to its input."""
         for index, layer in enumerate(layers):
             dropped = noise if first or index else None
             x = self._hidden(layer, x, bits, dropped) if index < len(layers) - 1 else self._linear(layer, x, dropped)
         return x
 
     def _linear(self, layer: nn.Module, x: Tensor, dropped: Noise | None = None) -> Tensor:
-        """The layer's output. If `dropped` is given, `x` has passed dropout."""
+        """The layer's output. `dropped` is given if dropout was applied to `x`."""
         return F.linear(*self._cast(layer, x, dropped))
 
     def _hidden(self, layer: nn.Module, x: Tensor, bits: list[Tensor], dropped: Noise | None = None) -> Tensor:
-        """The layer, ReLU, then dropout by the next bits; the result is not scaled yet."""
+        """Applies the layer, ReLU, and dropout with the next bits. The result is not scaled yet."""
         taken = (bits.pop(0), _threshold(self.towers)) if bits else (None, 0)
         hidden: Tensor = _Hidden.apply(*self._cast(layer, x, dropped), *taken)  # type: ignore[no-untyped-call]
         return hidden
@@ -112,7 +113,7 @@ class TwoTowerModel(nn.Module):
 
 
 def unit(x: Tensor) -> Tensor:
-    """Vectors of length 1 along the last dimension, fp32. A zero vector stays zero, with a gradient that is finite."""
+    """Vectors of length 1 along the last dimension, fp32. A zero vector stays zero, and its gradient is finite."""
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS**2)
 
@@ -137,7 +138,7 @@ def decays(name: str) -> bool:
 
 class Stack(nn.Module):
     """Members of one shape as one module: every parameter of `members.<name>` is [K, ...]. One forward pass of all
-    members is one vmap over their weights; each member computes what it would compute alone.
+    members is one vmap over their weights. Each member computes the same as it would alone.
     """
 
     def __init__(self, members: Sequence[TwoTowerModel]) -> None:
@@ -159,12 +160,12 @@ class Stack(nn.Module):
         return towered
 
     def packed(self) -> Tensor:
-        """Every member's parameters in a row, [K, P], detached."""
+        """The parameters of each member, joined to one row, [K, P], detached."""
         return torch.cat([p.detach().flatten(1) for p in self.members.parameters()], dim=1)
 
     @torch.no_grad()
     def unpack(self, packed_KP: Tensor) -> None:
-        """Takes the parameters from a `packed` row."""
+        """Sets the parameters of all members from `packed` rows."""
         parameters = list(self.members.parameters())
         parts = torch.split(packed_KP, [p[0].numel() for p in parameters], dim=1)
         for parameter, part in zip(parameters, parts, strict=True):
@@ -176,7 +177,7 @@ class Stack(nn.Module):
 
 
 def draw_noise(towers: Towers, members: int, queries: int, models: int, generator: torch.Generator) -> Noise | None:
-    """Fresh bits for one step of all members, on the generator's device; None if nothing is dropped."""
+    """New random bits for one step of all members, on the generator's device; None if there is no dropout."""
     if not towers.dropout:
         return None
     sizes = (members, queries, sum(_query_units(towers))), (members, models, sum(towers.model[:-1]))
@@ -188,7 +189,7 @@ def diversity(heads_QHh: Tensor) -> Tensor:
     heads = heads_QHh.shape[-2]
     if heads == 1:
         return heads_QHh.new_zeros(heads_QHh.shape[:-2])
-    # the products contain the lengths too, so no pass over the heads has to make unit vectors
+    # The products also give the lengths, so the heads need not be scaled to length 1 in another pass.
     products_QHH = heads_QHh @ heads_QHh.mT
     inverse_QH = torch.rsqrt(products_QHH.diagonal(dim1=-2, dim2=-1) + NORM_EPS**2)
     squares = (products_QHH * inverse_QH.unsqueeze(-1) * inverse_QH.unsqueeze(-2)).square()
@@ -197,8 +198,8 @@ def diversity(heads_QHh: Tensor) -> Tensor:
 
 
 def softmax_loss(towered: Towered, targets_KQM: Tensor, weights_KQ: Tensor) -> Tensor:
-    """Per member, the weighted sum over queries of the cross-entropy, in nats, between the softmax over all models and
-    targets that sum to 1 (or to 0: no loss). [K], fp32.
+    """For each member, the weighted sum over queries of the cross-entropy, in nats, between the softmax over all models
+    and the targets. The targets of a query sum to 1, or to 0 if it has no loss. The result is [K] in fp32.
     """
     losses_K: Tensor = _SoftmaxLoss.apply(towered.query, towered.model, targets_KQM, weights_KQ)  # type: ignore[no-untyped-call]
     return losses_K
@@ -275,7 +276,7 @@ def _bits(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 def _threshold(t: Towers) -> int:
-    """Units whose bits are below this threshold are dropped: the probability to 1 in 65536."""
+    """The threshold below which a unit's bits mean that it is dropped: the probability, rounded to 1 in 65536."""
     return round(t.dropout * 65536) - 32768
 
 
@@ -284,7 +285,7 @@ def _query_units(t: Towers) -> list[int]:
 
 
 def _split(noise: Noise | None, t: Towers) -> tuple[list[Tensor], list[Tensor]]:
-    """Each layer's bits, in the order of their use."""
+    """The bits of each layer, in the order in which they are used."""
     if noise is None:
         return [], []
     return list(torch.split(noise.query, _query_units(t), -1)), list(torch.split(noise.model, list(t.model[:-1]), -1))

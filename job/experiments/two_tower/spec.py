@@ -3,7 +3,7 @@
 A member is one fold's model, of the honest protocol or of the optimistic one; a "token" is one query of one member. The
 model tower runs once per member and step, and its share is spread over the queries, so that FLOP per step is exact at
 the whole batch. One phase per family (the config's own, or each of the sweep's), then the refit on all queries, which
-is sized for as many epochs as the folds and ends at their median; the baselines follow the refit, on the CPU.
+is billed for as many epochs as the folds, and ends at the median of theirs. The baselines follow the refit, on the CPU.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from gpufleet.job.kind.batch import rows_per_rank
 # 274 kernels and 354 views a chunk, however many members: 8.3 CPU-ms at 1 and 9.2 at 20 members of toy width (torch
 # 2.13.0, a busy Xeon core, 2026-11-21), and 5 us for each launch, which is an estimate.
 LAUNCH_MS = 10.0
-GROUP_SCORES = 1 << 23  # scores in the loss at once, at least one member's (job/experiments/two_tower/model.py's GROUP)
-SCORE_TENSORS = 3  # copies of a group's scores: a group's gradient stays until the next group's logarithms exist
+# number of scores that the loss has in memory at once; at least those of one member
+# (job/experiments/two_tower/model.py's GROUP)
+GROUP_SCORES = 1 << 23
+# number of copies of a group's scores, because the gradient of a group stays in memory until the logarithms of the next
+# group exist
+SCORE_TENSORS = 3
 # LambdaRank, ten folds of at most 100 trees at 0.17 s and 2 s of features, measured on a CPU; trees and features take
 # time in proportion to queries and models of each fold.
 BASELINES_CORE_S, BASELINES_OF = 190.0, 342 * 1131 * 10
@@ -54,10 +58,11 @@ class Towers:
 class Weak:
     """Labels for discovery queries from similar training queries, made anew for every fold."""
 
-    similarity: float = common.bounded(0.4, 0.0, 1.0)  # this is a neighbour's weight too, so it is not negative
+    # the similarity is also the weight of a neighbour, so it is not negative
+    similarity: float = common.bounded(0.4, 0.0, 1.0)
     confidence: float = common.bounded(0.5, 0.0, 1.0)
     neighbours: int = common.bounded(10, 1, 1000)
-    queries: int = common.bounded(101, 0, 1_000_000)  # discovery queries used
+    queries: int = common.bounded(101, 0, 1_000_000)  # number of discovery queries that are used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +91,8 @@ class Sampled:
 
     batch: int = common.bounded(96, 1, 1_000_000)
     negatives: int = common.bounded(4, 1, 1000)
-    hard: float = common.bounded(0.7, 0.0, 1.0)  # share of negatives from the best-scored irrelevant models
+    # the share of negatives that are chosen from the irrelevant models with the best scores
+    hard: float = common.bounded(0.7, 0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,14 +113,18 @@ class TwoTowerConfig(ExperimentConfig):
         "weak.neighbours",
     )
 
-    sweep: tuple[Variant, ...] = ()  # variants of this config, trained one after another; none = this config itself
-    optimistic: bool = True  # also train by the original plan's protocol, for a second table: this doubles the work
+    # variants of this config, trained one after another; if there are none, this config itself is trained
+    sweep: tuple[Variant, ...] = ()
+    # whether to train also by the protocol of the original plan, for a second table; this doubles the work
+    optimistic: bool = True
     epochs: int = common.bounded(35, 1, 10_000)
     steps_per_epoch: int = common.bounded(100, 1, 1_000_000)
-    patience: int = common.bounded(15, 1, 10_000)  # epochs without a better inner validation
-    first_stop: int = common.bounded(15, 0, 10_000)  # no stop before this epoch
+    # the training of a member stops after this many epochs without a better validation loss
+    patience: int = common.bounded(15, 1, 10_000)
+    first_stop: int = common.bounded(15, 0, 10_000)  # no member stops before this epoch
     objective: Literal["full", "sampled"] = "full"
-    chunk: int | None = common.bounded(None, 1, 1_000_000)  # queries per backward; None = the largest that fits
+    # number of queries per backward pass; None for the largest number that fits
+    chunk: int | None = common.bounded(None, 1, 1_000_000)
     seed: int = common.bounded(42, 0, 2**31 - 1)
     device: Literal["cuda", "cpu"] = "cuda"
     towers: Towers = Towers()
@@ -135,7 +145,7 @@ class TwoTowerConfig(ExperimentConfig):
             problems.append(("sweep", "each variant once"))
         t = self.towers
         problems += [(f"towers.{name}", "at least one width") for name in ("query", "model") if not getattr(t, name)]
-        for name, family in variants(self):  # p has a model tower of its own, and the config's query tower
+        for name, family in variants(self):  # variant p has a model tower of its own, and the query tower of the config
             query, model = family.towers.query, family.towers.model
             if query and model and query[-1] != model[-1]:
                 whose = f"those of {name} in the sweep do" if self.sweep else "towers.model does"
@@ -166,9 +176,10 @@ class TwoTowerConfig(ExperimentConfig):
 
     @common.remembered
     def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
-        """The memory of a step. Scores count for a few members at a time, because the loss frees each group; all other
-        tensors count for all members at once. At the peak either the scores count, or twice the gradient of the model
-        tower's widest layer. An unsplit batch allocates the weights' gradients only while its activations are freed.
+        """The memory of a step. The scores of only a few members are in memory at a time, because the loss frees each
+        group. All other tensors are in memory for all members at once. The peak is reached either with the scores, or
+        with twice the gradient of the model tower's widest layer. An unsplit batch allocates the weights' gradients
+        only while its activations are freed.
         """
         family, count, whole = _of_phase(self, phase_index)
         step = batch(family, whole)
@@ -176,13 +187,13 @@ class TwoTowerConfig(ExperimentConfig):
         t, models = family.towers, family.data.models
         widths = 3 * t.heads * t.head + 2 * t.fusion + 2 * sum(t.query), t.embedding + 2 * sum(t.model)
         activations = count * 4 * (chunk * widths[0] + models * widths[1])
-        if t.dropout:  # dropout's 16 bits per hidden unit are drawn for all chunks at once
+        if t.dropout:  # the random bits of dropout, 16 per hidden unit, are made for all chunks at once
             units = t.heads * t.head + t.fusion + sum(t.query[:-1]), sum(t.model[:-1])
             activations += count * 2 * (step * units[0] + models * units[1])
         group = max(1, min(count, GROUP_SCORES // (chunk * models)))
         scores = SCORE_TENSORS * group * chunk * models * 4
         widest = 2 * count * models * max(t.model) * 4
-        held = count * whole * (models + t.sentence) * 4  # every member's own targets and sentence vectors
+        held = count * whole * (models + t.sentence) * 4  # the targets and sentence vectors of every member
         best = weights if count > 1 else 0
         state = {"weights": weights + best + held, "gradients": weights, "moments": 2 * weights}
         peak = (3 + (chunk < step)) * weights + best + held + activations + max(scores, widest)
@@ -210,8 +221,9 @@ class TwoTowerConfig(ExperimentConfig):
     @common.remembered
     def sizes(self) -> common.Sizes:
         """A checkpoint has every member's weights, moments and best weights so far, and the scores of finished
-        families. Final: the refit on all queries and every fold's scores. A run that ends early leaves nothing, because
-        half a cross-validation is no result. Data: one byte per label, four per number of a sentence vector.
+        families. final/ has the refit on all queries, and the scores of every fold. A run that ends early leaves
+        nothing, because half of a cross-validation is no result. The dataset has one byte for each label, and four for
+        each number of a sentence vector.
         """
         families = [family for _, family in variants(self)]
         of_phases = [_of_phase(self, index) for index in range(len(self.phases()))]
@@ -231,9 +243,9 @@ class TwoTowerConfig(ExperimentConfig):
 def variants(config: TwoTowerConfig) -> tuple[tuple[str, TwoTowerConfig], ...]:
     """(name, config) of each model family that a run trains, in order: the sweep's, or the config's own as `tower`.
 
-    `o` changes nothing. p and q are the records' towers, r, weak-2m and full their counts of weak labels in queries of
-    1131 models (public record of the runs, read 2026-11-21); the thresholds of r and weak-2m are chosen here, between
-    those of o and full.
+    `o` changes nothing. p and q have the towers of the published runs; r, weak-2m and full have their numbers of weak
+    labels, which are counted in queries of 1131 models (public record of the runs, read 2026-11-21); the thresholds of
+    r and weak-2m are chosen here, between those of o and full.
     """
     if not config.sweep:
         return (("tower", config),)
@@ -287,7 +299,9 @@ def members(config: TwoTowerConfig) -> int:
 
 
 def queries(config: TwoTowerConfig, *, refit: bool = False) -> int:
-    """Rows of a member's matrix: its training and discovery queries, the most of any member."""
+    """The number of rows in a member's matrix, which are its training and discovery queries. The number is the largest
+    of all members.
+    """
     if refit:
         return config.data.queries + config.weak.queries
     sizes = fold_sizes(config)
@@ -296,18 +310,20 @@ def queries(config: TwoTowerConfig, *, refit: bool = False) -> int:
 
 
 def batch(config: TwoTowerConfig, rows: int) -> int:
-    """Queries of a member in one step: all rows of the member, or as many as the objective samples."""
+    """The number of queries of a member in one step: all its rows, or as many as the objective samples."""
     return config.sampled.batch if config.objective == "sampled" else rows
 
 
 def flops_per_step(config: TwoTowerConfig, q: int) -> int:
-    """Forward and backward of one member with `q` queries: both towers and the matrix of scores."""
+    """FLOPs of the forward and backward passes of one member with `q` queries: both towers, and the matrix of
+    scores.
+    """
     t, n = config.towers, config.data.models
     return 6 * (q * query_parameters(t) + n * model_parameters(t) + q * n * t.query[-1])
 
 
 def baselines_core_s(config: TwoTowerConfig) -> float:
-    """Core-seconds of LambdaRank over all folds; the other baselines take next to no time."""
+    """Core-seconds of LambdaRank over all folds; the other baselines take almost no time."""
     data = config.data
     if data.models > MOST_RANKED:
         return 0.0
@@ -333,13 +349,15 @@ def _phase(config: TwoTowerConfig, name: str, count: int, rows: int) -> common.P
         evaluation_tokens=0 if last else count * max(fold_sizes(config)),
         cpu_core_s=baselines_core_s(config) if last else 0.0,
         may_stop_early=True,
-        micro_launch_ms=LAUNCH_MS,  # per chunk, which repeats both towers and the scores
+        micro_launch_ms=LAUNCH_MS,  # for each chunk, because each chunk repeats both towers and the scores
         validation=None if last else VALIDATION,
     )
 
 
 def _of_phase(config: TwoTowerConfig, phase_index: int) -> tuple[TwoTowerConfig, int, int]:
-    """(config, members, queries) of a phase. For the refit it is the config of the largest family."""
+    """The config, the number of members and the number of queries of a phase. For the refit it is the config of the
+    largest family.
+    """
     families = [family for _, family in variants(config)]
     if phase_index < len(families):
         family = families[phase_index]
@@ -349,7 +367,9 @@ def _of_phase(config: TwoTowerConfig, phase_index: int) -> tuple[TwoTowerConfig,
 
 
 def _scores_bytes(config: TwoTowerConfig) -> int:
-    """Bytes of fp32 scores: each fold's model on every judged query, and one more per query for `optimistic`."""
+    """Bytes of fp32 scores: those of the model of each fold on every judged query, and with `optimistic` one more for
+    each query.
+    """
     tables = config.data.folds + (1 if config.optimistic else 0)
     return 4 * len(variants(config)) * tables * config.data.queries * config.data.models
 

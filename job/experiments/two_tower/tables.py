@@ -1,9 +1,10 @@
 """Makes tables from scores: nDCG@10, nDCG@5 and MRR per fold, their mean, spread and interval, and which method beats
 which.
 
-The mean is over folds; `std` is the spread between them (n - 1), `interval95` the mean's by Student's t, cut to what a
-metric (0 to 1) or a difference of two (-1 to 1) can be. A method beats another if the mean over folds of the paired
-differences (query by query) is larger than the spread of these differences between folds.
+The mean is over folds. `std` is the standard deviation between them (n - 1). `interval95` is the interval of the mean
+by Student's t, limited to the possible values of a metric (0 to 1) or of a difference of two metrics (-1 to 1). A
+method beats another if the mean over folds of the paired differences (query by query) is larger than the spread of
+these differences between folds.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def compared(name: str, ours: Tensor, other: str, theirs: Tensor, fold_Q: Indice
 
 
 def verdict(comparisons: list[dict[str, Any]], name: str, missing: list[str]) -> str:
-    """The sentence for results.json."""
+    """The sentence about the comparison in results.json."""
     own = [c for c in comparisons if c["method"] == name and c["against"] != "random"]
     lost = [c for c in own if not c["beats"]]
     margins = "; ".join(
@@ -80,7 +81,7 @@ def verdict(comparisons: list[dict[str, Any]], name: str, missing: list[str]) ->
 
 
 def spread(values: list[float], possible: tuple[float, float] = (-math.inf, math.inf)) -> dict[str, Any]:
-    """Mean, standard deviation and the mean's 95% interval, cut to the range `possible`."""
+    """Mean, standard deviation and the mean's 95% interval, limited to the range `possible`."""
     mean, std = fmean(values), stdev(values)
     half = t95(len(values) - 1) * std / math.sqrt(len(values))
     interval = [round(max(mean - half, possible[0]), 6), round(min(mean + half, possible[1]), 6)]

@@ -18,7 +18,7 @@ import sys
 import traceback
 from typing import Any
 
-NAME = "aws"  # the socket's name in its folder, because a whole path can be too long for a socket
+NAME = "aws"  # the name of the socket in its folder; not a whole path, which can be too long for a socket
 
 
 def call(folder: str, words: list[str]) -> int:
@@ -43,7 +43,7 @@ def serve() -> None:
         import awscli.clidriver
         import awscli.handlers  # noqa: F401 - the CLI imports it with each call
 
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a call's process
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # because the processes of calls are not waited for
         while listening.fileno() in select.select([listening.fileno(), 0], [], [])[0]:
             connection, _ = listening.accept()
             if not os.fork():
@@ -52,7 +52,7 @@ def serve() -> None:
 
 
 def _answer(connection: socket.socket) -> None:
-    """Runs one call to its end, or until the caller is gone. Does not return."""
+    """Runs one call to its end, or until the caller has ended. Does not return."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, streams, _, _ = socket.recv_fds(connection, 1, 3)
     asked = json.loads(connection.makefile().readline())

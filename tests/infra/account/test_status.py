@@ -102,7 +102,7 @@ def test_status_tells_of_the_fallback_and_its_hour(cloud: Cloud, stack: StackDef
     assert "to on demand: at 2026-11-22 09:00 UTC, unless a node that trains changes the hour" in said(NOW)
     assert "to on demand: since 2026-11-22 09:00 UTC, unless AWS has no capacity there" in said(NOW + timedelta(days=1))
     scheduler.update_schedule(**asked, ScheduleExpression="at(2026-11-22T09:00:00)", State="DISABLED")
-    assert "to on demand: off, as the run is over or its limits do not pay for it" in said(NOW)
+    assert "to on demand: off, as the run is over or the cost does not fit within its limits" in said(NOW)
     cloud.client("ec2").modify_fleet(FleetId=other, TargetCapacitySpecification={"TotalTargetCapacity": 1})
     assert "looks for a node too" in said(NOW)
 

@@ -95,7 +95,7 @@ def test_what_a_pruner_is_worth_is_a_range_with_its_assumption() -> None:
     assert found.stopped.spent.p90 < found.played.spent.p10
     setup = bill.chosen.exposure.setup_share * float(found.usd.p10)
     assert float(found.stopped.spent.p10) > setup  # each boots and judges at least once
-    assert "each keeps its rank from its first figure on" in " ".join(found.lines())
+    assert "each keeps its rank from its first metric value on" in " ".join(found.lines())
     unknown = campaign.price([one._replace(steps=None)], terms("60", pruner="asha", **search))
     assert unknown.stopped is None
     assert "What asha saves is not known" in " ".join(unknown.lines())

@@ -98,7 +98,7 @@ def test_the_page_has_what_was_said_and_what_came_of_it(tmp_path: Path) -> None:
     assert {"100.00", "120.00", "+20%", "12.50", "The bill stood on: the roofline."} <= {*seen.texts}
     assert "p6-b200.48xlarge spot, 8 x B200" in seen.texts
     assert "GPU memory, peak" not in seen.texts  # the files say nothing about this
-    assert {"waiting for a node", "after a notice", "gone", "save", "limits.max_usd", "node gone without one"} <= {
+    assert {"waiting for a node", "after a notice", "gone", "save", "limits.max_usd", "node gone without a notice"} <= {
         *seen.texts
     }
     assert "bill 2; 0 with a notice, 0 without" in seen.texts  # the median, because few runs make the mean of 19
@@ -122,7 +122,7 @@ def test_a_run_that_printed_nothing_and_saved_at_once_has_neither_charts_of_it_n
     saved = {"step": 1, "reason": "timed", "bytes": 10, "blocked_s": 0.0}
     (folder / "metrics.jsonl").write_bytes(metrics.write({**line, "saves": [saved]}))
     texts = Seen(run.html(run.read(folder))).texts
-    assert not {"Training", "Loss", "node gone without one"} & {*texts}
+    assert not {"Training", "Loss", "node gone without a notice"} & {*texts}
     assert "A save kept training waiting for less than 0.1 s." in texts
 
 

@@ -39,9 +39,9 @@ def folder(tmp_path: Path) -> Path:
         ("generated/pass@1", "0.4", "generated/pass@1 at least 0.4: met with 0.4"),
         ("phases/0/loss", "2", "phases/0/loss at most 2: met with 1.5"),
         ("loss", "1", "loss at most 1: met with 1"),  # of metrics.jsonl, the last
-        ("phases/7/loss", "2", "phases/7/loss at most 2: missed: the run left no such figure"),
-        ("name", "2", "name at least 2: missed: the run left no such figure"),
-        ("none", "2", "none at least 2: missed: the run left no such figure"),
+        ("phases/7/loss", "2", "phases/7/loss at most 2: missed: the run left no such value"),
+        ("name", "2", "name at least 2: missed: the run left no such value"),
+        ("none", "2", "none at least 2: missed: the run left no such value"),
     ],
 )
 def test_a_goal_is_met_or_missed_by_so_much(folder: Path, name: str, wanted: str, said: str) -> None:

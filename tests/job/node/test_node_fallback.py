@@ -241,5 +241,5 @@ def test_limits_that_do_not_pay_for_the_rest_forbid_the_switch_and_allow_it_agai
         trains(node, time.time() + HOUR / 2, paid=paid, until=SAID)
         outcome = node.boot()
         assert moved(node)[0]["State"] == ("ENABLED" if paid else "DISABLED")
-        assert ("the limits do not pay for the rest" in outcome.log) != paid
+        assert ("the rest costs more than the limits allow" in outcome.log) != paid
         assert node.moves(SWITCH)[0] == pytest.approx(time.time() + HOUR, abs=60)  # never back

@@ -43,7 +43,7 @@ def test_a_fleet_that_no_state_knows_of_is_ended_and_its_node_too(node: StubNode
     outcome = node.boot()
 
     assert outcome.calls_starting(*ENDS[1:]) == ENDS[1:]  # a slow boot may not have come to the job
-    assert "no stack's state names its fleet" in node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"]
+    assert "its fleet is in no stack's state" in node.stored(f"attempts/{INSTANCE}.json")["exit"]["reason"]
 
 
 def test_of_two_fleets_of_a_run_the_one_that_the_state_does_not_know_ends_and_leaves_the_run_to_the_other(

@@ -70,7 +70,7 @@ def test_an_untold_spot_price_is_counted_at_its_ceiling_and_said_in_log_heartbea
     assert bench.attempt(script={2: slow, 4: slow, 6: slow}).run() == 0
     assert bench.json("done.json")["reason"] == "max_usd"
     assert (
-        "AWS gives no spot price: until it does, compute counts at the highest possible one, $1.2120 an hour"
+        "AWS gives no spot price: until it does, compute is charged at the highest possible price, $1.2120 an hour"
         in bench.said
     )
     (beats,) = [bench.store.get_bytes(entry.key) or b"" for entry in bench.store.entries("heartbeat/")]
@@ -87,7 +87,10 @@ def test_a_spot_price_that_aws_tells_later_is_counted_from_the_launch_on(tmp_pat
         bench.clock.sleep(61)  # one heartbeat
 
     assert bench.attempt(script={4: tell}).run() == 0
-    assert "AWS gives the spot price, $0.36 an hour: it counts from the launch on" in bench.said
+    assert (
+        "AWS gives the spot price, $0.36 an hour, which replaces the highest possible price since the launch"
+        in bench.said
+    )
     receipt = bench.json("receipt.json")
     assert (receipt["lines"][0]["note"], receipt["attempts"][0]["ceiling_s"]) == ("", "0.000")
 

@@ -167,7 +167,7 @@ def test_limits_that_do_not_pay_for_the_rest_are_said_once(tmp_path: Path) -> No
     bench.tree["fallback"]["work_s"] = bench.tree["fallback"]["train_s"] = 10**7
     bench.attempt(capacity="spot").run()
     assert spent(bench)["switch_is_paid"] is False
-    assert bench.said.count("fallback: the limits do not pay for the rest on demand: no switch") == 1
+    assert bench.said.count("fallback: the cost of the rest on demand no longer fits within the limits: no switch") == 1
 
 
 class Fleets:

@@ -136,7 +136,7 @@ def test_a_secret_that_cannot_be_read_ends_no_run(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr("gpufleet.job.command.given._asked", refuse)
     assert run.attempt().run() == 0
-    assert "no figures are sent to wandb: ValueError: job.secrets.WANDB_API_KEY: ssm:/mine/wandb" in run.said
+    assert "no metrics are sent to wandb: ValueError: job.secrets.WANDB_API_KEY: ssm:/mine/wandb" in run.said
 
 
 def test_a_tracker_that_is_stuck_is_waited_for_a_minute_and_killed(

@@ -1,6 +1,6 @@
-"""Extracts the program from a model's answer, without parts that the program never uses. Models like to add a test, a
-main block, a module class or imports, which the rules would refuse though they do not matter. Such parts are dropped
-before anything is judged. Rules and process get only the rest, so the dropped parts can do nothing.
+"""Extracts the program from a model's answer, without parts that the program never uses. Models often add a test, a
+main block, a module class or imports. The rules would refuse them, although they do not matter. Such parts are dropped
+before the judgement. Only the remaining program is checked and run, so the dropped parts have no effect.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from gpufleet.job.experiments.kernel.judge.catalog import ENTRY
 FENCE = re.compile(r"^[ \t]*(`{3,}+|~{3,}+)[^\n`]*\n(.*?)(?:\1|\Z)", re.DOTALL | re.MULTILINE)
 THOUGHT = "</think>"
 DEFINED = re.compile(rf"^[ \t]*(def[ \t]+{ENTRY}\b|{ENTRY}[ \t]*=)", re.MULTILINE)
-JIT = re.compile(r"@(?!torch\.)(\w+\.)?jit\b")  # torch.jit.script decorates the program in the question
+# torch.jit is excluded, because torch.jit.script decorates the program in the question
+JIT = re.compile(r"@(?!torch\.)(\w+\.)?jit\b")
 
 
 def program(answer: str) -> str:
-    """The program in an answer. It is the first code fence that defines the entry and also has a kernel, because
-    earlier fences may hold the question's program or a draft. If there is no such fence, it is all fences joined,
-    because one fence may hold the kernel and a later one the entry. If these lack a kernel or the entry, it is any
-    fence that defines the entry, else the first fence, else the whole answer. A fence may lack its end or, if an answer
-    begins with the program, its beginning. Thoughts that a model writes before its answer, as Qwen3 does, are ignored.
+    """The program in an answer. The program is the first code fence that defines the entry and also has a kernel,
+    because earlier fences may contain the question's program or a draft. If there is no such fence, the program is all
+    fences joined, because one fence may contain the kernel and a later one the entry. If they have no kernel or no
+    entry, it is any fence that defines the entry; if there is none, the first fence; if there is none, the whole
+    answer. The end of a fence may be missing. If an answer begins with the program, the beginning of the fence may be
+    missing too. Thoughts that a model writes before its answer, as Qwen3 does, are ignored.
     """
     answer = answer.rpartition(THOUGHT)[2]
     fenced = [textwrap.dedent(fence[1]) for fence in FENCE.findall(answer)]
@@ -37,9 +39,9 @@ def program(answer: str) -> str:
 
 
 def used(source: str) -> str:
-    """The source without top-level definitions, imports and assignments that the entry never reaches, the main block,
-    calls and assertions after the entry, and annotations outside kernels, which Python ignores. The source stays
-    unchanged if it has no such parts, has no entry, or cannot be parsed.
+    """The source without four kinds of parts: top-level definitions, imports and assignments that the entry never uses;
+    the main block; calls and assertions after the entry; annotations outside of kernels, which Python ignores. The
+    source stays unchanged if it has no such parts, has no entry, or cannot be parsed.
     """
     try:
         tree = ast.parse(source)
@@ -77,7 +79,9 @@ def _forget_annotations(function: ast.FunctionDef) -> None:
 
 
 def _reached(body: list[ast.stmt]) -> list[ast.stmt]:
-    """The statements that the entry names, those that these name, and so on; and all that define no name."""
+    """The statements that the entry uses, those that these use in turn, and so on; and all statements that define no
+    name.
+    """
     whole = {alias.name for node in body if isinstance(node, ast.Import) for alias in node.names if not alias.asname}
     wanted, seen, givers = [ENTRY], set[str](), dict[str, list[ast.stmt]]()
     for node in body:
@@ -121,7 +125,9 @@ def _names(node: ast.stmt) -> list[str]:
 
 
 def _mentions(node: ast.stmt) -> list[str]:
-    """The module's names that a statement may need. A function's own names, such as an example's `x`, do not count."""
+    """The names of the module that a statement may need. Names that a function defines for itself, such as the `x` of
+    an example, are not included.
+    """
     names, scopes = list[str](), [symtable.symtable(ast.unparse(node), "answer", "exec")]
     while scopes:
         scope = scopes.pop()

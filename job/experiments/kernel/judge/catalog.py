@@ -1,6 +1,6 @@
-"""Twenty element-wise tasks, each with the words that ask a model for it. tasks.py has the inputs on which candidates
-are tried. No torch. A candidate must define `kernel_function`, which takes the tensors in order and returns a new
-tensor with the first tensor's shape and dtype.
+"""Twenty element-wise tasks, each with the text by which a model is asked for it. tasks.py has the inputs on which
+candidates are tried. No torch. A candidate must define `kernel_function`, which takes the tensors in order and returns
+a new tensor with the first tensor's shape and dtype.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ ENTRY = "kernel_function"
 
 @dataclass(frozen=True, slots=True)
 class KernelTask:
-    """`reference` is an expression with torch and x, y, z; `triton` is one way to write it inside a kernel."""
+    """`reference` is an expression with torch and x, y, z; `triton` is one way to write this expression in a kernel."""
 
     name: str
     reference: str

@@ -5,9 +5,9 @@ After `python -m gpufleet.job.experiments.kernel.judge.child FD`:
     compile 90   does the same for processes that compile for sm_90 (compiler.py)
     one JSON     runs one candidate in a fresh process, for GPUs, because CUDA does not survive a fork
 
-The process knows neither the reference nor the expected output nor the task. It gets a source and tensors, and answers
-with tensors; the judge decides whether these are right. The process's reports about itself (`ops`, `alias`) can only
-harm the candidate.
+The process knows neither the reference nor the expected output nor the task. The process gets a source and tensors, and
+answers with tensors; the judge decides whether these are right. The process's reports about itself (`ops`, `alias`) can
+only harm the candidate.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ from gpufleet.job.experiments.kernel.judge import compiler, interpreter, sandbox
 from gpufleet.job.experiments.kernel.judge.watched import GIVEN, Computes, Fences, Ops, filled, refuse_operators
 
 ENTRY = "kernel_function"
-# Imported before the first fork: otherwise the interpreter would import these modules in each child.
+# These modules are imported before the first fork, because otherwise the interpreter would import them in each child.
 PRELOADED = ("triton", "triton.compiler.code_generator", "triton.experimental.gluon", "triton.language.extra.libdevice")
 BROADCASTS = "torch.fx.experimental.symbolic_shapes"  # for torch.broadcast_shapes; its import inspects frames
-FLUSH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}  # larger than a core's own caches; 5 times an H100's 50 MB L2
-# kept here before a candidate could replace them
+# bytes that are read to empty the caches; larger than a core's own caches, and 5 times the 50 MB of an H100's L2
+FLUSH_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}
+# Functions that are kept here before a candidate could replace them.
 _clock, _cpu, _usage = time.perf_counter, time.process_time, resource.getrusage
 _Event: Any = torch.cuda.Event
 _hold: Any = torch.cuda._sleep
-HOLD_CYCLES = 2_000_000  # about a millisecond: many times what Python needs to launch a call's kernels
+# about a millisecond, which is many times longer than Python needs to launch the kernels of a call
+HOLD_CYCLES = 2_000_000
 # A kernel that does nothing; its launch costs Python as much as that of a candidate.
 NOTHING = f"""
 import triton
@@ -60,17 +62,18 @@ def {ENTRY}(x):
 
 
 class Harness:
-    """One candidate: the harness loads it, calls it and times it."""
+    """Loads one candidate, calls it and times it."""
 
-    turn = 0  # counts calls from a number that the judge chose, so that a configuration's number reveals nothing
-    names: Mapping[str, Any] = {}  # names whose meaning in an interpreted module is not Python's
+    # the number of the call; the judge chooses the first one, so that the number of a configuration reveals nothing
+    turn = 0
+    names: Mapping[str, Any] = {}  # names that have a different meaning in an interpreted module than in Python
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.entry: Callable[..., Any] | None = None
         self.given: list[Tensor] = []
         self.inputs: list[Tensor] = []  # the given inputs, with the shifts applied
-        self.fences = Fences(GIVEN)  # around the inputs
+        self.fences = Fences(GIVEN)  # guard bytes around the inputs
         self.shifts: list[int] = []
         self.ops: Ops | None = None  # the torch functions of the last call, if the judge asked for them
         self.output: Any = None
@@ -78,13 +81,13 @@ class Harness:
         self._empty: dict[str, Callable[..., Any]] = {}
 
     def answer(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """The reply to one message of the judge's."""
+        """The reply to one message of the judge."""
         act: Callable[..., wire.Message] = getattr(self, f"_{head['do']}")
         return act(head, blobs)
 
     def _load(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """Loads the text that was judged, not bytes, which could be decoded differently. With `refuses` no call may
-        compute with torch; for listed calls `ops` gives more.
+        """Loads the text that was judged, not bytes, which could be decoded differently. If `refuses`, no call may
+        compute with torch. For listed calls, `ops` is a stricter check.
         """
         Harness.turn = head.get("turn", 0)
         if head.get("refuses"):
@@ -99,8 +102,8 @@ class Harness:
         return {"problem": problem}, []
 
     def _give(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """Takes new inputs. With `as_timed` they go to the addresses of the trials, if possible, because other
-        addresses would reveal the check.
+        """Reads new inputs. If `as_timed`, they are placed at the addresses of the trials if possible, because other
+        addresses would reveal that this is a check.
         """
         tensors = [wire.unpack(spec, blob) for spec, blob in zip(head["inputs"], blobs, strict=True)]
         self.given, self.shifts = (
@@ -117,9 +120,9 @@ class Harness:
         return {}, []
 
     def _run(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """Makes new inputs, calls the candidate once with them, and returns the candidate's output. With `as_timed` the
-        candidate cannot see that the call is not timed. The inputs of the timing trials are kept, and put back for the
-        next trial.
+        """Makes new inputs, calls the candidate once with them, and returns the candidate's output. If `as_timed`, the
+        candidate cannot see that the call is not timed. The inputs of the timing trials are kept, and used again for
+        the next trial.
         """
         before = self.given, self.inputs, self.fences, self.shifts
         self._give(head, blobs)
@@ -130,8 +133,9 @@ class Harness:
         return message
 
     def _ready(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """Moves each input in its memory by one of `shifts`, so that results remembered by address or by a kernel's
-        reads are wrong. Empties caches on request, and waits for the device. Then a trial may follow.
+        """Moves each input in its memory by one of `shifts`, so that a result that was remembered by its address, or by
+        what a kernel has read, is wrong. Empties caches on request, and waits for the device. After this, a trial can
+        begin.
         """
         self.shifts = head.get("shifts", self.shifts)
         for tensor, content in zip(self.inputs, self._contents(), strict=True):
@@ -149,9 +153,10 @@ class Harness:
         return [tensor.roll(shift) if shift else tensor for tensor, shift in zip(self.given, self.shifts, strict=True)]
 
     def _trial(self, head: dict[str, Any], blobs: list[wire.Blob]) -> wire.Message:
-        """One timed call, or an `empty` launch. Returns seconds, by the clock on a CPU, on a GPU by events on a stream
-        that is held until the call has launched its kernels: otherwise Python's time between launches would count. With
-        `ops` the answer lists the torch functions that the call uses, which takes time.
+        """One timed call, or an `empty` launch. Returns its seconds. On a CPU they are measured by the clock. On a GPU
+        they are measured by events on a stream that is held until the call has launched its kernels; otherwise Python's
+        time between launches would be included. If `ops`, the answer lists the torch functions that the call uses,
+        which takes time.
         """
         call = self._nothing(head["empty"]) if head.get("empty") else self.entry
         Harness.turn += not head.get("empty")
@@ -200,7 +205,7 @@ class Harness:
 
 
 def _entry(name: str, text: str, names: Mapping[str, Any]) -> Any:
-    """The object that a module defines as ENTRY; `names` replace Python's meanings in the module."""
+    """The object that a module defines as ENTRY; `names` replace names of Python in the module."""
     path = Path(f"{name}.py").resolve()
     path.write_text(text, encoding="utf-8", newline="")  # triton reads a kernel's source from its file
     module = types.ModuleType(name)
@@ -221,18 +226,18 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The bits: with them NaN equals NaN, and 0 differs from -0."""
+    """The bits of the tensor. Compared by bits, NaN equals NaN, and 0 differs from -0."""
     return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
 def _placed(tensor: Tensor, device: torch.device, fences: Fences) -> Tensor:
-    """A copy on the device with the same strides and gaps, which `clone` would close."""
+    """A copy on the device with the same strides and gaps. (`clone` would remove the gaps.)"""
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage()).to(device)
     return fences.fenced_copy(whole, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: bool) -> None:
-    """Answers messages until the judge hangs up. Never returns."""
+    """Answers messages until the judge closes the connection. Never returns."""
     scratch, device = Path(asked["scratch"]), asked["device"]
     os.closerange(3, dialogue.fileno())  # the candidate needs none of this process's open files
     os.closerange(dialogue.fileno() + 1, 1 << 16)
@@ -244,7 +249,7 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
         memory_bytes=asked["memory_bytes"],
     )
     if device == "cuda":
-        sandbox.die_with_parent()  # the change of user has cancelled the earlier request to die with the parent
+        sandbox.die_with_parent()  # asked again, because the change of user has cancelled the earlier request
     os.chdir(scratch)
     os.environ.update(dict.fromkeys(("TMPDIR", "HOME", "TRITON_HOME", "CUDA_CACHE_PATH"), str(scratch)))
     os.environ["TRITON_CACHE_DIR"] = compiler.CACHE
@@ -255,7 +260,7 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
         os.dup2(source, target)
     os.close(nothing)
     os.close(output)
-    torch.set_num_threads(1)  # before any operation: the server's thread pool does not exist in a child
+    torch.set_num_threads(1)  # set before any operation, because the server's thread pool does not exist in a child
     warnings.simplefilter("ignore")
     harness = Harness(torch.device(device))
     wire.send(dialogue, {"isolated": isolated, **_unreachable(harness.device)})
@@ -279,7 +284,9 @@ def candidate(dialogue: socket.socket, asked: dict[str, Any], *, namespaces: boo
 
 
 def _unreachable(device: torch.device) -> dict[str, Any]:
-    """An error if nothing can be computed on the device, before any candidate comes that could be blamed."""
+    """An error if nothing can be computed on the device. The device is checked before the first candidate, so that no
+    candidate is blamed.
+    """
     try:
         for tries_left in (3, 2, 1, 0) if device.type == "cuda" else ():
             try:
@@ -315,13 +322,14 @@ def serve(control: socket.socket, lacks: str | None) -> None:
         content, descriptors = b"", list[int]()
         with suppress(ConnectionResetError):
             content, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
-        if not content:  # the judge has ended, perhaps killed, and a running child would keep a core for ever
+        if not content:  # the judge has ended or was killed; a child that goes on would use a core for ever
             sandbox.end_children()
             return
         asked = json.loads(content)
         pid, namespaces = sandbox.fork() if asked["confined"] else (os.fork(), False)
         if pid == 0:
-            os.setsid()  # one signal reaches the child's whole group; a spawned process has a group from its start
+            # so that one signal reaches the child's whole group; a spawned process has its own group from its start
+            os.setsid()
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             candidate(socket.socket(fileno=descriptors[0]), asked, namespaces=namespaces)
@@ -336,7 +344,7 @@ def main(argv: list[str]) -> None:
     end.set_inheritable(False)
     for name in PRELOADED:
         importlib.import_module(name)
-    if argv[1] != "one":  # there is no GPU to wait for; errors are still reported later
+    if argv[1] != "one":  # only then is there no GPU to wait for; errors of a GPU are reported later
         torch.cuda.synchronize = lambda device=None: None
     if os.environ.get("TRITON_INTERPRET") == "1":
         Harness.names = interpreter.install(lambda: Harness.turn)

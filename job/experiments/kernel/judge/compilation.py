@@ -29,13 +29,13 @@ from gpufleet.job.experiments.kernel.judge.compiler import CACHE
 from gpufleet.job.experiments.kernel.judge.worker import Process, Workers
 from gpufleet.job.experiments.kernel.spec import Funnel as Limits
 
-MOST_BYTES, MOST_FILES = 1 << 26, 1000  # per source; a kernel's files take about 50 kB
+MOST_BYTES, MOST_FILES = 1 << 26, 1000  # limits for each source; the files of a kernel take about 50 kB
 OUTCOME = "outcome.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileOutcome:
-    """The outcome of a compilation. With `problem` None the source compiles, and `built` holds the result."""
+    """The outcome of a compilation. If `problem` is None, the source compiles, and `built` has the result."""
 
     problem: str | None
     built: Path
@@ -64,8 +64,8 @@ class Compilation:
         return f"{compiles}-{self._workers.device}" if self._workers.lacks is None else "loaded"
 
     def compile(self, source: str, sha256: str, task: KernelTask, note: Callable[[Process], None]) -> CompileOutcome:
-        """The outcome for a source with the task's arguments. `note` gets the process, if one was needed, once it has
-        ended. Raises Lost; such an outcome is not kept.
+        """The outcome for a source with the task's arguments. `note` is called with the process after it has ended, if
+        one was needed. Raises Lost; such an outcome is not kept.
         """
         arguments = hashlib.sha256(json.dumps(tasks.layouts(task, self._seed)).encode()).hexdigest()[:16]
         name = f"{sha256}-{arguments}-{self._target}"
@@ -76,7 +76,7 @@ class Compilation:
     def _known(self, name: str) -> CompileOutcome | None:
         folder = self._folder / name
         tree = atomic.read_object(folder / OUTCOME)
-        if tree is None:  # or the folder was torn by a power cut, and its files are in doubt
+        if tree is None:  # also if a power cut has left an incomplete folder, whose files cannot be trusted
             shutil.rmtree(folder, ignore_errors=True)
             return None
         return CompileOutcome(problem=tree["problem"], built=folder / CACHE, seconds=tree["seconds"])
@@ -97,7 +97,7 @@ class Compilation:
             return self._keep(name, problem, process.scratch, time.perf_counter() - started)
 
     def _keep(self, name: str, problem: str | None, scratch: Path, seconds: float) -> CompileOutcome:
-        """Keeps the outcome, whole or not at all, even if this process dies."""
+        """Keeps the outcome. The outcome is kept completely or not at all, even if this process dies."""
         made = Path(tempfile.mkdtemp(dir=self._folder, prefix="."))
         (made / CACHE).mkdir()
         with suppress(OSError):  # a candidate may have made the files unreadable
@@ -112,7 +112,7 @@ class Compilation:
 
 
 def _plain(cache: Path) -> Iterator[Path]:
-    """The regular files of cache/*/: no links, which could lead anywhere, and no pipes."""
+    """The regular files of cache/*/: without links, which could lead anywhere, and without pipes."""
     if not cache.is_dir() or cache.is_symlink():
         return
     for folder in os.scandir(cache):

@@ -1,11 +1,11 @@
 """Triton without a GPU, in its own process: it compiles a launch for a named target, and does not run the launch.
 
 A candidate's entry is called on tensors that have a shape, strides and a CUDA device but no memory (torch's fake ones).
-So its own code decides, as in a real run, which kernels are launched with which types and constants. Triton keeps its
-results in CACHE, by a hash of everything that determines a result. A process that later finds the same files there
-compiles nothing at its first launch. An autotuned kernel is compiled in all its configurations, but no configuration is
-timed. A configuration that a tuner drops because it needs too much memory, or too much for ptxas, may fail if another
-configuration compiles.
+So the candidate's own code decides, as in a real run, which kernels are launched with which types and constants. Triton
+keeps its results in CACHE, under a hash of everything that determines a result. A process that later finds the same
+files there compiles nothing at its first launch. An autotuned kernel is compiled in all its configurations, but no
+configuration is timed. A configuration that a tuner drops because it needs too much memory, or too much for ptxas, may
+fail if another configuration compiles.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CACHE = "cache"  # in the scratch folder, as a relative path: Triton stores paths, which must hold in the next folder
-CAPABILITY = (9, 0)  # without a GPU, that of an H100, which the stack rents
-PROCESSORS = 132  # the number of an H100; programs use it for grids, seldom for constants
+# a folder in the scratch folder, as a relative path, because Triton stores paths, which must be valid in the next
+# folder too
+CACHE = "cache"
+CAPABILITY = (9, 0)  # the compute capability if there is no GPU: that of an H100, which the stack rents
+PROCESSORS = 132  # the number of multiprocessors of an H100; programs use it for grids, and rarely for constants
 PRINTED = "output.txt"  # in the scratch folder: the candidate's output, and errors that LLVM prints
 FOREIGN = {"ptx_options", "ir_override", "extern_libs"}
 ADDRESS = 0x7F00_0000_0000  # roughly the range of a GPU's addresses
@@ -41,14 +43,15 @@ def kernel(x_ptr, n, BLOCK: tl.constexpr):
 def kernel_function(x):
     kernel[(1,)](x.contiguous(), x.numel(), BLOCK=128)
 """
-# The most launches in a call: a candidate with one launch per row of a matrix would run out of time.
+# The most launches of a call that are compiled, because a candidate with one launch per row of a matrix would run out
+# of time.
 MOST_LAUNCHES = 100
 _failed: BaseException | None = None  # the error of the last launch that did not compile
 _launched = 0  # launches of this call
 
 
 class _Enough(BaseException):
-    """MOST_LAUNCHES were compiled. An error that no code on the way catches."""
+    """MOST_LAUNCHES launches were compiled. A candidate's code cannot catch this error."""
 
 
 class _Target:
@@ -77,7 +80,7 @@ def install(capability: int) -> str | None:
     try:
         refuse_foreign_code()
         _triton("runtime").driver.set_active(_Target(capability))
-        cuda: Any = torch.cuda  # a program that asks for the GPU's name or size must still reach its launches
+        cuda: Any = torch.cuda  # a program that asks for the GPU's name or size must not fail before its launches
         cuda.device, cuda.current_device = nullcontext, lambda: 0
         cuda.get_device_properties = lambda device=None: SimpleNamespace(multi_processor_count=PROCESSORS)
         _triton("runtime.jit").KernelInterface.__getitem__ = _compiling
@@ -98,9 +101,9 @@ def install(capability: int) -> str | None:
 
 
 def refuse_foreign_code() -> None:
-    """Makes a launch fail whose options bring foreign code: nobody has checked PTX files, or ptxas's options."""
+    """Makes a launch fail if its options name foreign code, because PTX files and options of ptxas were not checked."""
     jitted = _triton("runtime.jit").JITFunction
-    own = jitted._pack_args  # called once per kernel built, with all named arguments of its launch
+    own = jitted._pack_args  # called once for each kernel that is built, with all named arguments of its launch
 
     def _pack_args(kernel: Any, backend: Any, arguments: dict[str, Any], *rest: Any) -> Any:
         if foreign := sorted(FOREIGN & arguments.keys()):
@@ -111,9 +114,9 @@ def refuse_foreign_code() -> None:
 
 
 def compile_launches(entry: Callable[..., Any], calls: Sequence[Sequence[Layout]], device: str = "cuda") -> str | None:
-    """Calls `entry` once for each of `calls`. Returns why a launch does not compile, or None. Other errors prove
-    nothing here, because the inputs hold no numbers; a run on real inputs will show them. `device`: the device of the
-    real run, because a program may depend on it.
+    """Calls `entry` once for each of `calls`. Returns why a launch does not compile, or None. Other errors are ignored
+    here, because the inputs have no numbers; a run on real inputs will show them. `device`: the device of the real run,
+    because a program may depend on it.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -143,12 +146,16 @@ def _placeless(layout: Layout, device: str) -> Tensor:
 
 
 def _numberless(tensor: Tensor) -> list[Any]:
-    """Replaces FakeTensor.tolist, which makes a tensor of each element first: minutes, for millions."""
+    """Replaces FakeTensor.tolist, which first makes a tensor of each element, and takes minutes for millions of
+    them.
+    """
     raise TypeError("these inputs hold no numbers")
 
 
 def _address(tensor: Tensor) -> int:
-    """Replaces FakeTensor.data_ptr: width and alignment are a GPU's, because they decide what is built."""
+    """Replaces FakeTensor.data_ptr: the result has the width and the alignment of a GPU's addresses, because the
+    compiled code depends on them.
+    """
     return ADDRESS + int(tensor.storage_offset()) * tensor.element_size()
 
 

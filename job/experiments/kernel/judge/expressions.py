@@ -1,4 +1,4 @@
-"""The statements and expressions that a candidate may have, and what its names and attributes mean there."""
+"""Checks the statements and expressions of a candidate, and what its names and attributes mean in them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from gpufleet.job.experiments.kernel.judge.vocabulary import (
     TRITON,
 )  # fmt: skip
 
-# Allowed at the top of a module: such a call runs once, and its result cannot be changed.
+# Calls that are allowed at the top of a module, because such a call runs once, and its result cannot be changed.
 TOP_CALLS = {"triton.cdiv", "triton.next_power_of_2", "triton.language.constexpr", "torch.device", ACTIVE_DEVICE,
              "int", "float", "bool", "min", "max", "len", "tuple", *(f"math.{name}" for name in MATH)}  # fmt: skip
 STATEMENTS = (
     ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr, ast.If, ast.For, ast.While, ast.Assert, ast.Raise,
     ast.Pass, ast.Break, ast.Continue, ast.Delete,
 )  # fmt: skip
-# Expressions of which every evaluated part is a child to be checked; Name, Attribute, Lambda and expressions with names
-# of their own are checked separately.
+# Expressions all of whose parts are checked in the same way. Name, Attribute, Lambda and expressions with names of
+# their own are checked separately.
 CONSTANTS = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Tuple, ast.Subscript)
 EXPRESSIONS = (
     *CONSTANTS, ast.Call, ast.keyword, ast.Slice, ast.List, ast.Set, ast.Dict, ast.Starred, ast.JoinedStr,
@@ -56,14 +56,15 @@ class Expressions:
     """Raises Forbidden at the first construct that is not allowed. Everything that is not named here is forbidden."""
 
     def __init__(self) -> None:
-        self.modules: dict[str, str] = {}  # name in the source -> module
+        self.modules: dict[str, str] = {}  # the modules by their names in the source
         self.top: set[str] = set()  # names that the module defines
-        # names of the module's lists and dicts, which can be changed: only decorators may use them
+        # Names of the module's lists and dicts. Only decorators may use them, because lists and dicts can be changed.
         self.lists: set[str] = set()
         self.scopes: list[set[str]] = []  # names of functions, lambdas and comprehensions, the innermost last
         self.launched: set[str] = set()
         self.methods = METHODS  # methods allowed on objects that are not a module
-        # whether this is a type check: there torch.Tensor may stand, which elsewhere could be called with numbers
+        # Whether the expression is a type check. Only there is torch.Tensor allowed, because elsewhere it could be
+        # called with numbers.
         self.asks = False
 
     def _statement(self, node: ast.stmt) -> None:
@@ -89,7 +90,9 @@ class Expressions:
                     raise Forbidden(node, f"{type(part).__name__} is not allowed")
 
     def _inner(self, node: ast.FunctionDef) -> None:
-        """Checks a function within another. Each call makes it anew, so nothing of it outlives the call."""
+        """Checks a function within another one. Each call of the outer function makes it again, so that it keeps
+        nothing between calls.
+        """
         if node.decorator_list or getattr(node, "type_params", None):
             raise Forbidden(node, "a decorator, or parameters that are types, within a function")
         if node.returns is not None:
@@ -100,7 +103,9 @@ class Expressions:
                 self._statement(statement)
 
     def _with_statement(self, node: ast.With) -> None:
-        """Allows only the choice of a GPU, or no gradients: another kind of block could choose another stream."""
+        """Allows only blocks that choose a GPU or switch gradients off, because another kind of block could choose
+        another stream.
+        """
         for item in node.items:
             call = item.context_expr
             if self._without_gradients(call):
@@ -108,7 +113,7 @@ class Expressions:
                     raise Forbidden(node, f"a name for {ast.unparse(call)}")
                 continue
             if not isinstance(call, ast.Call) or self._full(call.func) != "torch.cuda.device" or item.optional_vars:
-                raise Forbidden(node, f"With is allowed only for torch.cuda.device, {' and '.join(NO_GRADIENTS)}")
+                raise Forbidden(node, f"`with` is allowed only for torch.cuda.device, {' and '.join(NO_GRADIENTS)}")
             for part in call_arguments(call):
                 self._expression(part)
         for statement in node.body:
@@ -119,7 +124,9 @@ class Expressions:
         return isinstance(node, ast.Call) and not call_arguments(node) and self._full(node.func) in NO_GRADIENTS
 
     def _annotation(self, node: ast.expr) -> None:
-        """Checks an annotation, because Python evaluates it. It may hold names of types, a union, or text."""
+        """Checks an annotation, because Python evaluates it. The annotation may be the name of a type, a union, or
+        text.
+        """
         for part in ast.walk(node):
             if not isinstance(part, ANNOTATION):
                 raise Forbidden(node, f"{type(part).__name__} in an annotation")
@@ -145,12 +152,13 @@ class Expressions:
             self._expression(of)
             self._expression(node.format_spec or of)
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and self._is_list(node.value):
-            self._expression(node.slice)  # the result cannot be changed
+            self._expression(node.slice)  # allowed, because the result cannot be changed
         elif isinstance(node, EXPRESSIONS):
             if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
-                self.launched.add(node.value.id)  # the result is called at once, or by another name
+                self.launched.add(node.value.id)  # the result is called at once, or later by another name
             named = node.func if isinstance(node, ast.Call) and self._plain(node) else None
-            if named is not None and self._full(named) == "triton.jit":  # a function that was checked as Python
+            # a kernel must not be a function that was checked as Python
+            if named is not None and self._full(named) == "triton.jit":
                 raise Forbidden(node, "triton.jit, except as a decorator")
             types = node.args[1:] if isinstance(node, ast.Call) and self._full(node.func) == "isinstance" else []
             for child in ast.iter_child_nodes(node):
@@ -166,7 +174,7 @@ class Expressions:
         return isinstance(node, ast.Name) and node.id in self.lists and not any(node.id in own for own in self.scopes)
 
     def _plain(self, node: ast.Call) -> bool:
-        """Whether the call is one of PLAIN_CALLS, whose functions get no other name."""
+        """Whether the call is one of PLAIN_CALLS. These functions cannot be renamed by an assignment."""
         most, words = PLAIN_CALLS.get(name := self._full(node.func) or "", (-1, frozenset()))
         if most < 0:
             return False
@@ -186,7 +194,7 @@ class Expressions:
 
     @contextmanager
     def _scope(self, node: ast.AST, names: Iterable[str]) -> Iterator[None]:
-        """Within the block `names` belong to the inner scope; outside of it they keep their meaning."""
+        """A context in which `names` belong to the inner scope. Outside of it they keep their meaning."""
         own = set(names)
         for name in own:
             self._new(node, name)
@@ -210,7 +218,8 @@ class Expressions:
             raise Forbidden(node, f"{node.id} can be changed, and outlives a call: only decorators may use it")
         if isinstance(node.ctx, ast.Store) or not (node.id in self.top or node.id in BUILTINS):
             raise Forbidden(node, f"the name {node.id}")
-        if self.modules.get(node.id) in MODULES:  # also as the object of a method that is a word of Triton's language
+        # this is also refused in front of a method whose name is a word of Triton's language
+        if self.modules.get(node.id) in MODULES:
             raise Forbidden(node, f"{node.id}, a module, as a value")
         if self.modules.get(node.id) in PLAIN_CALLS:
             raise Forbidden(node, f"{node.id}, except in a call or as a decorator")
@@ -247,9 +256,10 @@ class Expressions:
         return ".".join((self.modules.get(node.id, node.id if node.id not in MODULES else "?"), *reversed(parts)))
 
     def _constant(self, node: ast.expr) -> None:
-        """Checks that a value at the top, or a default, cannot be changed."""
+        """Checks that a value at the top of the module, or a default value, is of a kind that cannot be changed."""
         for part in ast.walk(node):
-            if isinstance(part, ast.Name) and part.id in self.lists:  # even if a function's own name hides the list
+            # refused even if a name of the function hides the list
+            if isinstance(part, ast.Name) and part.id in self.lists:
                 raise Forbidden(part, f"{part.id} can be changed, and outlives a call")
             if isinstance(part, ast.Call) and self._full(part.func) not in TOP_CALLS:
                 raise Forbidden(part, "a call at the top, or in a default, that may give what can be changed")
@@ -263,7 +273,7 @@ class Expressions:
         element: Callable[[ast.expr], None],
         iterated: Callable[[ast.expr], None],
     ) -> None:
-        """Checks a comprehension, whose first iterable belongs to the scope around it."""
+        """Checks a comprehension. Its first iterable belongs to the scope around the comprehension."""
         iterated(node.generators[0].iter)
         with self._scope(node, stored([part.target for part in node.generators])):
             for number, part in enumerate(node.generators):
@@ -276,7 +286,9 @@ class Expressions:
 
 
 def _of_what_type(node: ast.expr) -> ast.expr | None:
-    """The x of type(x) or type(x).__name__, which may be shown as text, because a type itself could be called."""
+    """The x in an f-string's type(x) or type(x).__name__. These are allowed only as text, because the type itself could
+    be called.
+    """
     if isinstance(node, ast.Attribute) and node.attr == "__name__":
         node = node.value
     match node:
@@ -295,7 +307,9 @@ def argument_names(arguments: ast.arguments) -> list[str]:
 
 
 def stored(nodes: Iterable[ast.AST]) -> list[str]:
-    """The names that `nodes` define in their own scope, without the names of inner functions and comprehensions."""
+    """The names that `nodes` define in their own scope, without names that are defined inside of inner functions and
+    comprehensions.
+    """
     names, pending = [], list(nodes)
     while pending:
         node = pending.pop()

@@ -1,4 +1,4 @@
-"""Keeps verdicts on candidates as they come, and computes pass@k and speeds of the weights that wrote them."""
+"""Keeps verdicts on candidates as they come, and computes pass@k and the speeds that the weights have reached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpufleet.job.ledger import Ledger
 PASSES, SPEEDS = (1, 10), (1.0, 1.2)
 RATES = (*(f"pass@{k}" for k in PASSES), *(f"fast_{p:g}" for p in SPEEDS))
 SHOWN = ("pass@1", "pass@10", "fast 1.0", "fast 1.2", "s/candidate")
-SPOKEN = 10  # verdicts between two lines of the log
+SPOKEN = 10  # number of verdicts between two lines of the log
 
 
 def verify(
@@ -26,8 +26,8 @@ def verify(
     check: Callable[[], None],
     say: Callable[[str], None],
 ) -> list[Verdict]:
-    """A verdict on each of the `candidates`, in their order. If the ledger already has a verdict, that one is used;
-    each new verdict is appended at once. `check` is called between candidates and may raise.
+    """The verdicts on the `candidates`, in their order. If the ledger already has a verdict, it is used; each new
+    verdict is appended to the ledger at once. `check` is called between candidates and may raise.
     """
     known = {(v.candidate, v.source_sha256): v for v in ledger.read(Verdict.from_json) if v.row == FULL}
     keys = [(candidate.name, digest(candidate.source)) for candidate in candidates]
@@ -36,7 +36,7 @@ def verify(
         ledger.append(verdict.to_json())
         known[verdict.candidate, verdict.source_sha256] = verdict
         judged = sum(key in known for key in keys)
-        if judged % SPOKEN == 0 or judged == len(keys):  # a silent job counts as stuck
+        if judged % SPOKEN == 0 or judged == len(keys):  # a job that prints nothing is taken to be stuck
             say(f"funnel: {judged} of {len(keys)} judged")
 
     waiting = [candidate for candidate, key in zip(candidates, keys, strict=True) if key not in known]
@@ -45,8 +45,9 @@ def verify(
 
 
 def figures(name: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """The figures of candidates that were judged in the same way. `untimed` counts correct candidates without a known
-    speed-up, which do not count as fast. `suspicious` counts candidates that were run again.
+    """Pass rates and speeds of candidates that were judged in the same way. `untimed`: the number of correct candidates
+    whose speed-up is not known; they are not included among the fast ones. `suspicious`: the number of candidates that
+    were run again.
     """
     rates = _rates(verdicts)
     counts = [(len(task), sum(v.passed for v in task)) for task in _by_task(verdicts)]
@@ -107,7 +108,7 @@ def _gained(row: dict[str, Any]) -> str:
 
 
 def _rates(verdicts: Sequence[Verdict]) -> dict[str, list[float]]:
-    """Pass rates per task, in the order of names; empty if a task has fewer than the ten candidates needed."""
+    """The pass rate of each task, in the order of the tasks' names; empty if a task has fewer than ten candidates."""
     rates: dict[str, list[float | None]] = {key: [] for key in RATES}
     for task in _by_task(verdicts):
         count, speeds = (len(task), sum(v.passed for v in task)), [v.speedup if v.passed else None for v in task]

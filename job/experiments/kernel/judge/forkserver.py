@@ -1,4 +1,4 @@
-"""The judge's side of a process that has imported everything and forks candidates' processes (child.py)."""
+"""Controls, for the judge, a process that has imported everything and forks the processes of candidates (child.py)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Any
 from gpufleet.job.experiments.kernel.judge.wire import Closed, Late, receive
 
 START_S = 120.0  # seconds to import torch and triton
-PASSED_ON = (  # environment variables that the process gets: no credentials
+PASSED_ON = (  # the environment variables that the process gets; they contain no credentials
     "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "CUDA_HOME", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES",
 )  # fmt: skip
 
 
 class ForkServer:
-    """One fork server, which is started again when it ends. `said` is the server's first message."""
+    """One fork server. The server is started again if it ends. `said`: the server's first message."""
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
         self._arguments, self._environment = list(arguments), environment
@@ -66,7 +66,7 @@ class ForkServer:
         return self._control
 
     def fork(self, theirs: socket.socket, asked: str) -> int:
-        """Forks a new process that talks through `theirs`; returns the process's id."""
+        """Forks a new process that communicates through the socket `theirs`; returns the process's id."""
         with self._lock:
             for _ in range(2):
                 assert self._server is not None
@@ -78,14 +78,16 @@ class ForkServer:
                     reply = control.recv(64)
                     if reply:
                         pid = int(reply)
-                        self.live.add(pid)  # before anybody counts the process as a stray
+                        self.live.add(pid)  # added at once, so that the process is not taken for a stray
                         return pid
-                self._server.kill()  # the server does not answer, and its end may not have been noticed yet
+                self._server.kill()  # the server does not answer; it may have ended already
                 self._server.wait()
         raise RuntimeError("the fork server of the funnel ended twice; see stderr")
 
     def ended(self, pid: int) -> None:
-        """Notes a process's end, and kills its strays: children of the server that nobody requested."""
+        """Notes the end of a process, and kills its strays, which are children of the server that were not
+        requested.
+        """
         self.live.discard(pid)
         with self._lock:
             for stray in set(children(self.pid)) - self.live:
@@ -100,7 +102,7 @@ class ForkServer:
 
 
 def python(theirs: socket.socket, arguments: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Runs child.py in a new process that holds `theirs` and no credentials."""
+    """Runs child.py in a new process, which has the socket `theirs` and no credentials."""
     passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     fixed = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.Popen(

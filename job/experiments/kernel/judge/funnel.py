@@ -1,14 +1,15 @@
 """The funnel: 1 static rules, 2 compile, 3 tiny run, 4 full run, 5 timing. A candidate stops at its first failure.
 
-Only the judge decides: the candidate's process gets a source and inputs and returns bytes; the judge computes the
-expected output itself, after those bytes have arrived. Each candidate has one process that compiles and one that runs,
-and `candidate_s` per stage for its answers; the judge's own time between two questions is not counted, so a busy judge
-rejects nobody. A process that hangs, crashes or sends a malformed answer loses its candidate and nothing else. A
-candidate that was right on every input, but was not timed within its limit, passes without a speed-up.
+Only the judge decides: the candidate's process gets a source and inputs, and returns bytes. The judge computes the
+expected output itself, after these bytes have arrived. Each candidate has one process that compiles and one that runs.
+In each stage it has `candidate_s` seconds for its answers. The judge's own time between two questions is not included,
+so that no candidate is rejected because the judge is busy. If a process hangs, crashes or sends a malformed answer,
+only its candidate is rejected. A candidate that was right on every input, but was not timed within its limit, passes
+without a speed-up.
 
 Stages 1 and 2 need no GPU: on a machine with GPUs all cores do these stages in advance, and one worker per GPU does the
-others. On a CPU, where kernels are interpreted, one worker per core does all five stages; stage 2 compiles for a GPU
-there too.
+others. On a CPU, where kernels are interpreted, one worker per core does all five stages; even there, stage 2 compiles
+for a GPU.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ UNCONTAINED = "this machine's operating system does not allow namespaces for can
 
 
 class _ReferenceLost(Exception):
-    """The reference's process was lost: nothing can be timed against it."""
+    """The process of the reference was lost, so that there is nothing with which to compare the time."""
 
 
 class Judge:
-    """Judges candidates, one by one or many at once. `gpus`: how many to use; 0 interprets candidates on the CPU."""
+    """Judges candidates, one by one or many at once. `gpus`: the number of GPUs to use; if it is 0, candidates are
+    interpreted on the CPU.
+    """
 
     def __init__(self, limits: Limits, seed: int, workers: Workers, *, gpus: int = 0) -> None:
         self.limits, self.seed, self._workers, self._gpus = limits, seed, workers, gpus
@@ -64,9 +67,9 @@ class Judge:
             self._free.put(worker % max(1, gpus))
 
     def prove(self, say: Callable[[str], None]) -> None:
-        """Runs one kernel that is known to be correct on each GPU, in a process like a candidate's, before any
-        candidate. If that fails twice, no candidate is to blame. Raises NoDeviceError, also if there are GPUs but the
-        machine's kernel cannot isolate processes; without GPUs that is only printed.
+        """Runs one kernel that is known to be correct on each GPU, in a process like that of a candidate, before the
+        first candidate. If this fails twice, the machine is the cause, and not a candidate. Raises NoDeviceError, also
+        if there are GPUs but the machine's kernel cannot isolate processes; if there are no GPUs, this is only printed.
         """
         gpus, failed, contained = range(len(self._idle)), list[str](), list[bool]()
         with ThreadPoolExecutor(len(gpus)) as pool:
@@ -95,18 +98,18 @@ class Judge:
         return None
 
     def bound_s(self, count: int) -> float:
-        """The longest time that the judge waits for `count` candidates, in seconds, without its own computations."""
-        reading = count * source_text.LONGEST_S  # one thread reads at a time
-        # One process compiles, another runs stages 3 to 5. In the last stage its reference has as much time, and so has
-        # the repeated check among the trials.
+        """The most seconds that the judge waits for `count` candidates, without its own computations."""
+        reading = count * source_text.LONGEST_S  # only one thread reads at a time
+        # One process compiles, and another one runs stages 3 to 5. In the last stage, the reference has the same time
+        # again, and so has the repeated check among the trials.
         waiting = 3 * GREET_S + (len(STAGES) + 1) * self.limits.candidate_s
         return reading + -(-count // self.parallel) * waiting
 
     def all(
         self, candidates: Iterable[Candidate], done: Callable[[Verdict], None], check: Callable[[], None] = lambda: None
     ) -> None:
-        """Judges in parallel; `done` gets each verdict when it comes, in this thread. `check` may raise to stop the
-        judge: then running candidates end without a verdict.
+        """Judges in parallel; `done` is called with each verdict when it comes, in this thread. `check` may raise an
+        error to stop the judge; running candidates then end without a verdict.
         """
         waiting, running, more = iter(candidates), set[Future[Course | Verdict]](), True
         with self._pools() as (compiles, runs):
@@ -129,7 +132,7 @@ class Judge:
     def _pools(self) -> Iterator[tuple[ThreadPoolExecutor, ThreadPoolExecutor]]:
         """The thread pools for stages 1 and 2, and for the others.
 
-        After an error, waiting work never begins and the rest ends.
+        After an error, waiting work does not begin, and running work ends.
         """
         runs = ThreadPoolExecutor(self.parallel)
         compiles = ThreadPoolExecutor(self._cores) if self._gpus else runs
@@ -161,7 +164,7 @@ class Judge:
                     raise Rejected(why)
                 task = catalog.BY_NAME[candidate.task]
                 compiled = self.compilation.compile(candidate.source, course.sha256, task, course.note)
-            course.seconds["compile"] = compiled.seconds  # also if the outcome comes from an earlier compilation
+            course.seconds["compile"] = compiled.seconds  # the seconds may be those of an earlier compilation
             if compiled.problem is not None:
                 raise Rejected(compiled.problem)
             course.built = compiled.built
@@ -196,7 +199,7 @@ class Judge:
         with course.timed_stage("full"):
             ask = timing.bound(process, self.limits.candidate_s)
             self._check(task, ask, [*(f"random-{number}" for number in range(self.limits.inputs)), *tasks.ADVERSARIAL])
-            # Otherwise a program that waits for signs of a timed call would never be caught.
+            # Without this, a program that first waits for signs of a timed call would never be caught.
             self._check(task, ask, ["timing"], as_timed=True)
         with course.timed_stage("timing"):
             try:
@@ -206,7 +209,7 @@ class Judge:
                         course.timing = self._time(task, process, reference, course)
                     finally:
                         course.cpu_s += reference.cpu_s - before
-            except _ReferenceLost as error:  # not the candidate's fault
+            except _ReferenceLost as error:  # the candidate is not the cause
                 course.timing = Timing(speedup=None, why=f"the reference: {error}")
 
     def _time(self, task: KernelTask, process: Process, reference: Process, course: Course) -> Timing:
@@ -224,7 +227,7 @@ class Judge:
                     reply, blobs = own(*asked, **kwargs)
             except Lost as error:
                 raise _ReferenceLost(str(error)) from error
-            if "error" in reply:  # out of memory, or a lost device
+            if "error" in reply:  # memory ran out, or the device was lost
                 raise _ReferenceLost(reply["error"])
             return reply, blobs
 
@@ -249,7 +252,9 @@ class Judge:
 
     @contextmanager
     def _reference(self, gpu: int) -> Iterator[Process]:
-        """A process for references. It is trusted, so the next candidate may use it too, unless it is lost."""
+        """A process for references. The process is trusted, so it is used for the next candidate too, unless it is
+        lost.
+        """
         try:
             process = self._idle[gpu].get_nowait()
         except Empty:
@@ -273,7 +278,9 @@ class Judge:
                 idle.get().close()
 
     def _loaded(self, process: Process, source: str) -> timing.Ask:
-        """The stage's function for questions, once the candidate is loaded, which may not compute with torch."""
+        """Loads the candidate, which may not compute with torch. Returns the function by which the stage asks it
+        questions.
+        """
         ask = timing.bound(process, self.limits.candidate_s)
         turn = random.Random(f"{self.seed} {digest(source)} turn").getrandbits(30)
         problem = timing.load_problem(ask, source, turn, ops=True)

@@ -1,6 +1,6 @@
 """Makes Triton's interpreter more like its compiler: a program that compiles and is right on a GPU must be right here.
 
-It patches a process from which candidates' processes are forked, or a candidate's new process.
+It changes the process from which the processes of candidates are forked, or the new process of a candidate.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-# Operators with a constexpr to the left of a tensor. The compiler asks the tensor; the interpreter would make a
-# constexpr of the result.
+# Operators with a constexpr to the left of a tensor. The compiler uses the tensor's operator; the interpreter would
+# make a constexpr of the result.
 OPERATORS = (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift", "lt", "le", "gt", "ge",
     "eq", "ne",
 )  # fmt: skip
 
 NO_ARGUMENTS = ast.arguments([], [], None, [], [], None, [])
-# methods of a block
+# Methods of a block.
 METHODS = ("ceil", "cos", "erf", "exp", "exp2", "floor", "log", "log2", "rsqrt", "sin", "sqrt", "sqrt_rn")
 
 
 def install(turn: Callable[[], int]) -> dict[str, Any]:
-    """Patches the interpreter; `turn` numbers the calls. Returns the meanings of the names that differ in a candidate's
-    module; if no tensor is involved, they act as in Python.
+    """Changes the interpreter. `turn` returns the number of the call. Returns the names that have a different meaning
+    in a candidate's module, with this meaning; if no tensor is involved, they act as in Python.
     """
     tuner, language = importlib.import_module("triton.runtime.autotuner").Autotuner, _language()
     tuner.run = functools.partialmethod(_in_turn, turn)
@@ -34,7 +34,7 @@ def install(turn: Callable[[], int]) -> dict[str, Any]:
     executor, rewriter = interpreter.GridExecutor, interpreter.FunctionRewriter
     executor.__init__ = functools.partialmethod(_with_constants, executor.__init__)
     rewriter._transform_ast = functools.partialmethod(_with_logic, rewriter._transform_ast)
-    interpreter.__logical__ = _logical  # a name that no candidate may use; rewritten code calls it
+    interpreter.__logical__ = _logical  # rewritten code calls this; no candidate may use the name
     for name in OPERATORS:
         _leave_to_tensors(language.constexpr, f"__{name}__")
     for name in METHODS:  # Triton's patch wraps the functions, but forgets these methods
@@ -51,8 +51,8 @@ def _function(block: Any, name: str) -> Any:
 
 
 def _in_turn(tuner: Any, turn: Callable[[], int], *args: Any, **kwargs: Any) -> Any:
-    """Replaces Autotuner.run if there is no GPU to tune for. Each call of the program takes the next configuration and
-    remembers none, so that all are tried.
+    """Replaces Autotuner.run if there is no GPU to tune for. Each call of the program uses the next configuration and
+    keeps none, so that all configurations are tried.
     """
     tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
     choice = tuner.prune_configs(kwargs)
@@ -60,8 +60,8 @@ def _in_turn(tuner: Any, turn: Callable[[], int], *args: Any, **kwargs: Any) -> 
 
 
 def _with_constants(executor: Any, own: Callable[..., None], fn: Any, arg_names: list[str], *rest: Any) -> None:
-    """Replaces GridExecutor.__init__, which recognises a constant only by "tl.constexpr", not by
-    "triton.language.constexpr" or a text annotation; the compiler does.
+    """Replaces GridExecutor.__init__, which recognises a constant only by "tl.constexpr". The compiler also recognises
+    "triton.language.constexpr" and annotations that are text.
     """
     own(executor, fn, arg_names, *rest)
     executor.constexprs = [name for name in arg_names if "constexpr" in str(fn.__annotations__.get(name))]
@@ -83,13 +83,15 @@ class _Logic(ast.NodeTransformer):
 
 
 def _with_logic(rewriter: Any, own: Callable[..., ast.Module], source: str) -> ast.Module:
-    """Replaces FunctionRewriter._transform_ast: for blocks the compiler evaluates each element, unlike Python."""
+    """Replaces FunctionRewriter._transform_ast: for blocks, the compiler evaluates each element, which Python
+    does not.
+    """
     tree: ast.Module = _Logic().visit(own(rewriter, source))
     return ast.fix_missing_locations(tree)
 
 
 def _logical(name: str, *operands: Any) -> Any:
-    """`and` or `or` as the compiler evaluates it: constants up to the deciding one, and all tensors."""
+    """`and` or `or` as the compiler evaluates it: constants up to the one that decides, and all tensors."""
     tensors, tensor = list[Any](), _language().tensor
     if name == "__not__":
         (evaluated,) = operands
@@ -113,7 +115,9 @@ def _leave_to_tensors(constexpr: Any, name: str) -> None:
 
 
 def _either(name: str, *args: Any, **kwargs: Any) -> Any:
-    """min or max: of a block's elements, as in the compiler, if a block is given; else Python's function."""
+    """min or max. If the argument is a block, the result is that of its elements, as in the compiler; otherwise that of
+    Python's function.
+    """
     language = _language()
     if not any(isinstance(arg, language.tensor) for arg in args):
         return getattr(builtins, name)(*args, **kwargs)

@@ -1,4 +1,6 @@
-"""Candidates with a known verdict: five kinds per task. Each kind fails at another stage, or passes all."""
+"""Candidates with a known verdict: five kinds for each task. Each kind fails at a different stage, and one passes all
+stages.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def source(task: KernelTask, *, block: int = 1024, kind: Kind = "correct", body:
 
 
 def candidates(count: int) -> list[Candidate]:
-    """The first `count` of the 200 combinations of tasks, kinds and two block sizes; tasks vary slowest."""
+    """The first `count` of the 200 combinations of tasks, kinds and two block sizes. All combinations of one task come
+    before those of the next.
+    """
     made = [
         Candidate(
             name=f"planted-{task.name}-{kind}-{block}",

@@ -1,14 +1,13 @@
-"""Stage 1 checks the syntax and words that a candidate may use. The rules list what is allowed, because a list of what
-is forbidden has holes.
-
-A module holds imports, constants, `@triton.jit` functions and functions that launch them; `kernel_function` is the
-entry. Each kind of node is allowed only in its positions. Each name has one meaning, the one that Python will find.
-Only attributes and modules that a kernel needs are allowed: there is no way to the interpreter, to another module's
-insides, or to an operation of torch that computes. Under the interpreter kernels are Python too, so they have no more
-rights. A module's Python keeps nothing from one call to the next. (Triton's objects may keep something, such as an
-autotuner's cache, and a kernel's pointers reach beyond its arguments: no rule can tell. The timing therefore checks its
-trials.) An operator's effect on a tensor is not visible here: the run refuses it, and `forbidden_ops` checks the list
-of the run.
+"""Stage 1 of the funnel: checks the syntax and the words of a candidate. The rules list what is allowed, because a list
+of what is forbidden would be incomplete. A module may contain imports, constants, `@triton.jit` functions and functions
+that launch them; `kernel_function` is the entry. Each kind of node is allowed only in its positions. Each name has one
+meaning, the one that Python will find. Only attributes and modules that a kernel needs are allowed: there is no way to
+the interpreter, to another module's insides, or to an operation of torch that computes. In the interpreter, kernels are
+Python too, so they may do no more than other functions. A module's Python keeps nothing from one call to the next.
+(Triton's objects may keep something, such as an autotuner's cache, and a kernel's pointers can reach beyond its
+arguments. Rules cannot find this, so the timing checks its trials.) Whether an operator is applied to a tensor cannot
+be seen in the source. The run refuses such operators, and `forbidden_ops` checks the list of functions that the run has
+used.
 """
 
 from __future__ import annotations
@@ -52,11 +51,12 @@ def problem(source: str) -> str | None:
 
 
 def forbidden_ops(names: Iterable[str]) -> list[str]:
-    """The torch functions among `names`, as a run reports them, that compute something."""
+    """Those of the torch functions `names`, which a run has reported, that compute something."""
     return sorted(name for name in names if name not in ALLOWED_OPS)
 
 
-_PARSER = threading.Lock()  # CPython 3.11 counts the depth of all threads' trees in one place, which breaks it
+# one thread at a time, because CPython 3.11 has a single counter for the depth of the trees of all threads
+_PARSER = threading.Lock()
 
 
 class _Module(Expressions):
@@ -89,7 +89,9 @@ class _Module(Expressions):
             raise Forbidden(tree, "no kernel is launched")
 
     def _name_at_top(self, node: ast.AST, name: str) -> None:
-        """Raises unless the name is new and none of Python's, whose meaning it would have before its definition."""
+        """Raises an error if the name is already defined, or is a name of Python, because it would have Python's
+        meaning before its definition.
+        """
         self._new(node, name)
         if name in PYTHONS or name in self.top:
             raise Forbidden(node, f"{name} is given another meaning")
@@ -134,8 +136,8 @@ class _Module(Expressions):
             raise Forbidden(node, f"{type(node).__name__} at the top: only imports, constants and functions")
 
     def _decorator_value(self, node: ast.expr) -> None:
-        """Checks a value in a decorator, or in a top-level list for a decorator: the value must be nothing that can be
-        changed and that a lambda, a kernel or its grid would see again.
+        """Checks a value in a decorator, or in a top-level list for a decorator: it must not be a value that can be
+        changed and that a lambda, a kernel or its grid could use again.
         """
         if isinstance(node, ast.List):
             for part in node.elts:
@@ -168,7 +170,8 @@ class _Module(Expressions):
         return last.value if statements == [last] and isinstance(last, ast.Return) else None
 
     def _element(self, node: ast.expr) -> None:
-        if isinstance(node, ast.Lambda) and not self.scopes:  # the lambda could be found again
+        # refused elsewhere, because the lambda could be used again
+        if isinstance(node, ast.Lambda) and not self.scopes:
             self._expression(node)
         elif isinstance(node, ast.Call) and self._full(node.func) == "triton.Config":
             self._plain(node)

@@ -1,15 +1,16 @@
 """Limits what a candidate's process can reach, before it sees the candidate. Linux only.
 
-The operating system's kernel is the boundary, as in a container. Namespaces separate users, network, IPC, mounts, names
-and, except for CUDA, processes. The root holds only libraries, read-only, and the scratch folder. The process runs as
-another user than the judge if the judge is root; it has no capability and no new privilege, and system calls are
-filtered (syscalls.py). None of these limits decides a verdict. The judge limits time and memory (worker.py); the kernel
-refuses more address space than the judge allows.
+The operating system's kernel enforces the limits, as in a container. Namespaces separate users, network, IPC, mounts,
+names and, except with CUDA, processes. The root folder contains only libraries, which are read-only, and the scratch
+folder. If the judge is root, the process runs as a different user; it has no capability and no new privilege, and
+system calls are filtered (syscalls.py). None of these limits decides a verdict. The judge limits time and memory
+(worker.py); the kernel refuses more address space than the judge allows.
 
 CUDA has fewer limits: since version 570 the driver names its threads in /proc/self/task/<id>/comm and turns a refusal
 into error 304; in a process namespace the ids differ from those of the existing /proc, and a new /proc may not be
 mounted where a container hides parts of it. So a process with CUDA sees the ids of the container's processes, and may
-change its own entries in /proc. It may start the C compiler, and load that compiler's results from Triton's cache.
+change its own entries in /proc. The process may start the C compiler, and load that compiler's results from Triton's
+cache.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from pathlib import Path
 
 from gpufleet.job.experiments.kernel.judge import syscalls
 
-# Flags for new namespaces: users, network, IPC, mounts, host names, control groups; and processes.
+# The flags for new namespaces of users, network, IPC, mounts, host names and control groups; and the flag for
+# processes.
 WITH_PROCESSES = 0x10000000 | 0x40000000 | 0x08000000 | 0x00020000 | 0x04000000 | 0x02000000
 NAMESPACES = WITH_PROCESSES | 0x20000000
 CLONE = {"x86_64": 56, "aarch64": 220}
-INSIDE, NOBODY = 1000, 65534  # the process's user id inside; its user id outside if the judge is root
+INSIDE, NOBODY = 1000, 65534  # the process's user id inside of its namespace; its user id outside, if the judge is root
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 UMOUNT_DETACH, PIVOT_ROOT = 2, {"x86_64": 155, "aarch64": 41}
 MOUNT_SETATTR, OPEN_TREE, MOVE_MOUNT = 442, 428, 429  # the same numbers on every architecture
@@ -45,10 +47,11 @@ SHARED = Path("/dev/shm")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/alternatives")
 NEW_ROOT = Path("/tmp")  # where the new root is built: a folder that everybody may read
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-PROCESSOR = ("/proc/cpuinfo", "/sys/devices/system/cpu")  # torch chooses its kernels by these files
+PROCESSOR = ("/proc/cpuinfo", "/sys/devices/system/cpu")  # torch reads these files to choose its kernels
 PACKAGE = Path(__file__).resolve().parents[3]  # the folder of gpufleet's job
 _libc = ctypes.CDLL(None, use_errno=True)
-_with_gil = ctypes.PyDLL(None)  # keeps the GIL: after a fork in a call without the GIL, the child would lack it
+# PyDLL keeps the GIL during a call; otherwise the child would not have the GIL after a fork
+_with_gil = ctypes.PyDLL(None)
 
 
 def adopt_orphans() -> None:
@@ -63,14 +66,14 @@ def die_with_parent() -> None:
 
 def fork(*, cuda: bool = False) -> tuple[int, bool]:
     """Forks as os.fork does, into the child's own namespaces; returns the child's id, and whether the kernel allowed
-    the namespaces. Without `cuda`, the child is the first of its process namespace, so its own children end with it.
-    Call it only in a process with one thread.
+    the namespaces. If not `cuda`, the child is the first process of a process namespace, so that its own children end
+    with it. Call it only in a process with one thread.
     """
     number = CLONE.get(platform.machine())
     if number is None:
         return os.fork(), False
     reader, tells = os.pipe()
-    # os.fork does the same around its own call; otherwise the child dies from Python 3.13 on
+    # os.fork makes the same calls around the fork. Without them, the child dies in Python 3.13 and later.
     ctypes.pythonapi.PyOS_BeforeFork()
     pid = _with_gil.syscall(number, (WITH_PROCESSES if cuda else NAMESPACES) | signal.SIGCHLD, 0, 0, 0, 0)
     if pid == 0:
@@ -90,13 +93,12 @@ def fork(*, cuda: bool = False) -> tuple[int, bool]:
 
 
 def _name_user(pid: int) -> bool:
-    """Gives the child one user and group, so that root's rights apply to no file of its own.
-
-    Returns False if the child stays nobody.
+    """Gives the child's namespace one user and one group, so that root's rights do not apply to files. Returns False if
+    the child is still nobody.
     """
     for user, group in [(NOBODY, NOBODY)] * (os.geteuid() == 0) + [(os.geteuid(), os.getegid())]:
         with suppress(OSError):  # root may not be allowed to change to another user
-            with suppress(OSError):  # the file may be written already
+            with suppress(OSError):  # the file may already be written
                 Path(f"/proc/{pid}/setgroups").write_text("deny")
             Path(f"/proc/{pid}/gid_map").write_text(f"{INSIDE} {group} 1")
             Path(f"/proc/{pid}/uid_map").write_text(f"{INSIDE} {user} 1")
@@ -114,7 +116,8 @@ def give(scratch: Path, user: int = NOBODY) -> None:
 
 def enter() -> bool:
     """Moves a process that was not forked here, and uses a GPU, into the namespaces. A child of this process continues
-    in the namespaces; the process itself holds nothing, ends with the child, and ends whatever the child leaves.
+    in the namespaces. The process itself does nothing more: it ends when the child ends, and ends all processes that
+    the child leaves.
     """
     adopt_orphans()
     child, namespaces = fork(cuda=True)
@@ -128,7 +131,9 @@ def enter() -> bool:
 
 
 def end_children() -> None:
-    """Ends all descendants of a process that adopts orphans: a child that ends leaves it the child's children."""
+    """Ends all descendants of a process that adopts orphans: when a child ends, its own children become children of
+    that process.
+    """
     me = os.getpid()
     with suppress(ChildProcessError):
         while True:
@@ -138,11 +143,11 @@ def end_children() -> None:
 
 
 def confine(scratch: Path, *, namespaces: bool, programs: bool, cuda: bool, memory_bytes: float) -> bool:
-    """Confines this process to its scratch folder and libraries; with `programs` it may run the system's programs, with
-    `cuda` it may use a GPU. Returns whether all limits hold, because the filter and the memory limit also work without
-    namespaces. Raises OSError if a step fails half-way.
+    """Confines this process to its scratch folder and libraries; if `programs`, it may run the system's programs, and
+    if `cuda`, it may use a GPU. Returns whether all limits are in force; without namespaces, only the filter and the
+    memory limit are. Raises OSError if a step fails after an earlier step has succeeded.
     """
-    with suppress(OSError):  # if memory runs out, this process is killed first
+    with suppress(OSError):  # so that this process is killed first if memory runs out
         Path("/proc/self/oom_score_adj").write_text("1000")
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     held = namespaces and _change_root(scratch, cuda=cuda)
@@ -154,7 +159,7 @@ def confine(scratch: Path, *, namespaces: bool, programs: bool, cuda: bool, memo
         (
             resource.RLIMIT_NPROC,
             PROCESSES if held else resource.RLIM_INFINITY,
-        ),  # otherwise the limit would count all processes of the user
+        ),  # otherwise the limit would apply to all processes of the user together
         (resource.RLIMIT_AS, resource.RLIM_INFINITY if cuda else used + int(memory_bytes) + RESERVED_BYTES),
     ):
         hard = resource.getrlimit(limit)[1]
@@ -190,7 +195,7 @@ def _change_root(scratch: Path, *, cuda: bool) -> bool:
         _change_user()
         return False
     named = [path for path in map(Path, visible(cuda=cuda)) if path.exists()]
-    # Opened while this process still may read them. Parents come before their contents.
+    # These are opened while this process may still read them. Folders come before their contents.
     trees = {path: _tree(path) for path in sorted(path.resolve() for path in named)}
     own = Path(f"/proc/{os.getpid()}")
     mine = {scratch: _tree(scratch), **({own: _tree(own)} if cuda else {})}
@@ -204,7 +209,7 @@ def _change_root(scratch: Path, *, cuda: bool) -> bool:
         if not os.path.lexists(_new(path)):  # the path is a link, or behind a link
             _new(path).parent.mkdir(parents=True, exist_ok=True)
             _new(path).symlink_to(path.resolve())
-    if _new(PACKAGE).exists():  # true if gpufleet is installed among the libraries: an empty folder then hides it
+    if _new(PACKAGE).exists():  # true if gpufleet is installed in a folder of libraries; an empty folder then hides it
         _mount_memory(_new(PACKAGE))
     if cuda:
         _new(SHARED).mkdir()
@@ -216,7 +221,7 @@ def _change_root(scratch: Path, *, cuda: bool) -> bool:
         os.close(tree)
     os.chdir(NEW_ROOT)
     _check(_libc.syscall(PIVOT_ROOT[platform.machine()], b".", b"."), "pivot_root")
-    _check(_libc.umount2(b".", UMOUNT_DETACH), "the old root")  # the old root lies above the new one
+    _check(_libc.umount2(b".", UMOUNT_DETACH), "the old root")  # the old root is mounted on top of the new one
     os.chdir("/")
     _check(_attribute(AT_FDCWD, "/", 0, READ_ONLY), "/")
     return True
@@ -229,7 +234,7 @@ def _change_user() -> None:
 
 
 def _new(path: Path) -> Path:
-    """The place of a path before the root has changed."""
+    """Where a path of the new root is before the root is changed."""
     return NEW_ROOT / path.relative_to("/")
 
 

@@ -1,4 +1,6 @@
-"""Checks that the judged text of a candidate is the text that runs: Python and Triton each read it in their own way."""
+"""Checks that the text of a candidate that is judged is also the text that runs, because Python and Triton each read
+the text in their own way.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ import io
 import re
 from tokenize import TokenError
 
-# Twice the length of an answer of 2048 tokens, the default, at four characters each; our longest kernel has 1500. The
-# slowest known text of this length, one kernel of 5000 statements, takes stage 1 a second on a busy core.
+# The most characters of a source: twice the length of an answer with 2048 tokens, the default, of four characters each.
+# The longest of our own kernels has 1500 characters. The slowest known text of this length, one kernel of 5000
+# statements, takes stage 1 a second on a busy core.
 MOST_CHARACTERS, LONGEST_S = 16_384, 2.0
 COOKIE = re.compile(r"^[ \t\f]*#.*?coding[:=]", re.MULTILINE)  # PEP 263
 BEGINS = re.compile(r"\s*def\b")
@@ -17,8 +20,9 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f\ufeff\ud800-\udfff]")
 
 
 def unreadable(source: str) -> str | None:
-    """Why Python, which reads the text from a file, could read another text, or why the text is too long; None if
-    neither is so. Every source passes this check before a process gets it, whatever else is skipped.
+    """Why Python could read a different text when it reads the source from a file, or why the text is too long; None if
+    neither is the case. Every source is checked in this way before a process gets it, even if other checks are left
+    out.
     """
     if len(source) > MOST_CHARACTERS:
         return f"longer than {MOST_CHARACTERS:,} characters"
@@ -30,12 +34,12 @@ def unreadable(source: str) -> str | None:
 
 
 def lines(source: str) -> list[str]:
-    """The lines of `source` with their line ends, as from a file."""
+    """The lines of `source` with their line ends, as if they were read from a file."""
     return io.StringIO(source.replace("\r\n", "\n")).readlines()
 
 
 def misread(function: ast.FunctionDef, lines: list[str]) -> str | None:
-    """Why Triton would read another function instead of this one; None if it reads the right one. Triton reads a
+    """Why Triton would read a different function instead of this one; None if it reads the right one. Triton reads a
     kernel's lines again: when it compiles, from the first line that begins with "def"; when it interprets, from the
     last such line.
     """

@@ -36,10 +36,10 @@ def fast_p(speedups: Sequence[Sequence[float | None]], p: float) -> float | None
 def share_interval(counts: Sequence[tuple[int, int]]) -> tuple[float, float]:
     """Wilson's interval (1927; Brown, Cai, DasGupta 2001, Statistical Science 16:101) of the mean share of correct
     candidates from (n candidates, c correct) per task, with the effective number of independent candidates that the
-    candidates' spread over tasks implies. Few tasks estimate this number badly, so the interval uses Student's t (Korn,
-    Graubard 1998, Survey Methodology 24:193). If no candidate or every candidate is correct, there is no spread to
-    estimate, and each task counts as one candidate; a bootstrap would not see that the next candidate may differ.
-    Raises ValueError without tasks.
+    candidates' spread over tasks implies. With few tasks this number is not well known, so the interval uses Student's
+    t (Korn, Graubard 1998, Survey Methodology 24:193). If no candidate or every candidate is correct, there is no
+    spread to estimate, and each task is treated as one candidate; a bootstrap would not take into account that the next
+    candidate may differ. Raises ValueError if there are no tasks.
     """
     if not counts:
         raise ValueError("no tasks, no interval")
@@ -56,7 +56,7 @@ def share_interval(counts: Sequence[tuple[int, int]]) -> tuple[float, float]:
 
 
 def interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
-    """The bootstrap interval of a mean over tasks. Raises ValueError without values."""
+    """The bootstrap interval of a mean over tasks. Raises ValueError if there are no values."""
     if not values:
         raise ValueError("no tasks, no interval")
     draw = random.Random(seed)
@@ -67,8 +67,8 @@ def interval(values: Sequence[float], *, seed: int) -> tuple[float, float]:
 
 def paired_interval(one: Sequence[float], other: Sequence[float], *, seed: int) -> tuple[float, float]:
     """The interval of the mean difference `one` - `other`. Both are shares, with a value per task in the same order. If
-    all tasks differ by the same amount, every draw of the bootstrap is equal. Then the interval is widened by the share
-    of tasks that could differ although no observed task did (Wilson's interval, as in share_interval).
+    all tasks differ by the same amount, all samples of the bootstrap are equal. Then the interval is widened by the
+    share of tasks that could differ although no observed task did (Wilson's interval, as in share_interval).
     """
     differences = [a - b for a, b in zip(one, other, strict=True)]
     low, high = interval(differences, seed=seed)

@@ -1,10 +1,10 @@
 """The system calls that a candidate's process may make: a seccomp filter, which neither the process nor its children
 can remove.
 
-Calls that no kernel's program needs fail with EPERM: calls that docker's default profile refuses, and sockets,
-messages, signals to other processes, System V memory, mounts, namespaces, new processes and programs. Calls newer than
-this table fail as on a kernel without them (ENOSYS); a call by the numbers of another architecture ends the process.
-sandbox.py limits which file, mount or process a call can reach.
+Calls that a candidate does not need fail with EPERM: the calls that docker's default profile refuses, and those for
+sockets, messages, signals to other processes, System V memory, mounts, namespaces, new processes and new programs.
+Calls that are newer than this table fail with ENOSYS, as if the system did not have them. A call with the numbers of
+another architecture ends the process. sandbox.py limits which file, mount or process a call can reach.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import platform
 import struct
 from collections.abc import Iterator
 
-NEWEST = 456  # the last number in this table; x32's numbers are higher
+NEWEST = 456  # the highest number in this table; the numbers of x32 are higher
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_*, linux/audit.h
 NETWORK = ("socket", "socketpair", "connect", "bind", "listen", "accept", "accept4", "sendmsg", "sendmmsg", "recvmsg",
            "recvmmsg")  # fmt: skip
 PROGRAMS = ("execve", "execveat", "fork", "vfork")
 MEMORY_FILES = ("memfd_create",)
-SIGNALS = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")  # calls that name a process first
+SIGNALS = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")  # calls whose first argument is a process
 # Name, number on x86_64, number on aarch64 (-1: none); asm/unistd_64.h and asm-generic/unistd.h of Linux 6.
 _NUMBERS = """
 socket 41 198, socketpair 53 199, connect 42 203, bind 49 200, listen 50 201, accept 43 202, accept4 288 242,
@@ -52,8 +52,8 @@ SET_SECCOMP, MODE_FILTER = 22, 2  # prctl
 
 
 def install(libc: ctypes.CDLL, *, programs: bool, cuda: bool) -> None:
-    """Installs the filter for this thread and everything that the thread starts. With `programs` the thread may start
-    processes and programs. With `cuda` it may also ask for sockets of this machine and for memory as a file, as a GPU's
+    """Installs the filter for this thread and everything that the thread starts. If `programs`, the thread may start
+    processes and programs. If `cuda`, it may also ask for sockets of this machine and for memory as a file, as a GPU's
     driver does. Raises OSError.
     """
     code = b"".join(_program(os.getpid(), programs=programs, cuda=cuda))
@@ -101,7 +101,7 @@ def _program(pid: int, *, programs: bool, cuda: bool) -> Iterator[bytes]:
 
 
 def _when(number: int, *steps: bytes) -> Iterator[bytes]:
-    """The filter's `steps` for one system call; the last step returns."""
+    """The `steps` of the filter for one system call. The last of them returns the result."""
     yield _step(_EQUAL, number, 0, len(steps))
     yield from steps
 

@@ -1,6 +1,6 @@
 """The inputs on which candidates are tried, and the reference's results. Only the judge imports this module.
 
-Sizes and values are drawn from the judge's seed, which no candidate's process gets.
+Sizes and values are random, with the judge's seed, which is never passed to a candidate's process.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from gpufleet.job.experiments.kernel.judge import wire
 from gpufleet.job.experiments.kernel.judge.catalog import KernelTask
 
 Ranges = tuple[tuple[int, int, int], ...]  # lowest, highest and step of each dimension
-# On a CPU kernels are interpreted, at milliseconds per program, so the inputs have just more than one block of 1024,
-# and once 20 blocks. On a GPU the inputs are larger than its caches, and multiples of 16 elements, on which the speed
-# of memory depends. `spread` is a whole number of blocks of up to 8192, for which programs often have a branch;
-# `many-blocks` is odd, so it is a multiple of no block.
+# On a CPU, kernels are interpreted, which takes milliseconds for each program. So the inputs have little more than one
+# block of 1024 elements, and one input has 20 blocks. On a GPU the inputs are larger than its caches, and multiples of
+# 16 elements, on which the speed of memory depends. `spread` is a whole number of blocks of up to 8192, for which
+# programs often have a branch; `many-blocks` is odd, so it is a multiple of no block.
 SHAPES: dict[str, dict[str, Ranges]] = {
     "cpu": {
         "tiny": ((2, 31, 1),),
@@ -43,38 +43,39 @@ SHAPES: dict[str, dict[str, Ranges]] = {
     },
 }
 LARGE = 1e4
-# Magnitudes. Each range has a third of the numbers, evenly over their logarithms; the square of 1e18 is finite.
+# The ranges of magnitudes. Each range has a third of the numbers, whose logarithms are uniform; the square of 1e18 is
+# finite.
 SPREADS = ((1e-6, 0.1), (0.1, 1e3), (1e3, 1e18))
 HUGE = 1e18, 1e37  # magnitudes in float32 at which neither the result nor a term of the result is infinite
 SPECIAL = (float("inf"), float("-inf"), float("nan"), 0.0, -0.0)
 ADVERSARIAL = ("zeros", "large", "spread", "special", "non-contiguous", "second-shape", "many-blocks", "four", "one")
-# All layouts that differ, except "one": Triton treats a size of 1 as a constant, and that layout would take a third of
-# the compilations.
+# All different layouts except "one": Triton treats a size of 1 as a constant, and this layout would need a third of all
+# compilations.
 LAYOUTS = ("tiny", "random-0", "spread", "non-contiguous", "second-shape", "many-blocks", "four")
-# The error allowed per element of the reference's result. Absolute: ten units in the last place of 1, which exp often
-# returns. Relative: for float32 ten times the error of a fast exp at -80, an ulp (1.2e-7) per unit of the exponent; for
-# half precision two units in the last place (2^-10 float16, 2^-7 bfloat16), because values computed in float32 are
-# rounded once.
+# The error allowed per element of the reference's result. The absolute error: ten units in the last place of 1, which
+# exp often returns. The relative error: for float32, ten times the error of a fast exp at -80, which is one ulp
+# (1.2e-7) per unit of the exponent; for half precision, two units in the last place (2^-10 in float16, 2^-7 in
+# bfloat16), because values that are computed in float32 are rounded once.
 ABSOLUTE = 1e-6
 RELATIVE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 # If terms cancel, as in x + 0.3 (y - x), rounding is in proportion to the terms, not to the result. So a result may
 # also change as much as when each input moves by this many units in its last place, as a float32.
 ROUNDINGS = 4
-# memory for inputs that are kept between candidates: a task's inputs take 0.4 (float16) to 2.5 GB on a GPU
+# Memory for inputs that are kept between candidates. The inputs of a task take 0.4 (float16) to 2.5 GB on a GPU.
 CASES_BYTES = 8 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One input. `tensors` are the arguments in order."""
+    """One input of a task. `tensors`: the arguments in order."""
 
     name: str
     tensors: tuple[Tensor, ...]
 
 
 def case(task: KernelTask, seed: int, name: str, device: str = "cpu") -> Case:
-    """The inputs of case `name`: `tiny`, one of ADVERSARIAL, or any other name, which means a full shape with normal
-    values drawn for that name; `random-1` and so on are scaled by 0.5 to 50.
+    """The inputs of case `name`: `tiny`, one of ADVERSARIAL, or any other name, which means a full shape with normally
+    distributed values that depend on the name. The values of `random-1` and so on are scaled by 0.5 to 50.
 
     The tensors are on the CPU, with the sizes for `device`.
     """
@@ -107,7 +108,9 @@ def case(task: KernelTask, seed: int, name: str, device: str = "cpu") -> Case:
 
 
 class Cases:
-    """The inputs of a task, which no candidate changes. Each case is drawn once; the last CASES_BYTES are kept."""
+    """The inputs of a task. Candidates do not change them. Each case is made once; the newest cases are kept, up to
+    CASES_BYTES.
+    """
 
     def __init__(self, seed: int, device: str) -> None:
         self._seed, self._device = seed, device
@@ -115,7 +118,9 @@ class Cases:
         self._lock = threading.Lock()
 
     def case(self, task: KernelTask, name: str) -> Case:
-        """The task's case called `name`, drawn once and kept; two threads may draw the same case at once."""
+        """The task's case with this name. The case is made once and kept. Two threads may make the same case at the
+        same time.
+        """
         key = task.name, name
         drawn = self._kept.get(key) or case(task, self._seed, name, self._device)
         with self._lock:
@@ -137,12 +142,12 @@ def layouts(task: KernelTask, seed: int) -> list[list[dict[str, Any]]]:
 
 
 def _laid_out(tensor: Tensor, number: int, name: str) -> Tensor:
-    """The tensor's elements with other strides for each argument, so that code is wrong if it confuses one argument's
-    strides with another's, or with an output's. `non-contiguous`: the first is transposed with a gap after each
-    element, so that a tensor made like it has other strides; the second is transposed; the third has a gap after each
-    row. `second-shape`: three dimensions in another order, the first with gaps, and the second expanded. `four`: four
-    dimensions, of which the first's last two are in another order. `many-blocks`: the first has gaps. Other names have
-    none.
+    """The tensor's elements, with different strides for each argument, so that code gives a wrong result if it confuses
+    the strides of two arguments, or of an argument and an output. `non-contiguous`: the first is transposed with a gap
+    after each element, so that a tensor made like it has other strides; the second is transposed; the third has a gap
+    after each row. `second-shape`: three dimensions in another order, the first with gaps, and the second expanded.
+    `four`: four dimensions, of which the first's last two are in another order. `many-blocks`: the first has gaps.
+    Other names have none.
     """
     if name == "second-shape" and number == 1:
         return tensor[:1, :, :1].clone().expand(tensor.shape)
@@ -171,7 +176,7 @@ def _bytes(case: Case) -> int:
 
 
 def _mixed(ordinary: Tensor, other: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """Elements of `ordinary`, a share of them replaced by elements of `other`."""
+    """Elements of `ordinary`, of which a share is replaced by elements of `other`."""
     return torch.where(torch.rand(ordinary.shape, generator=generator) < share, other, ordinary)
 
 
@@ -186,7 +191,7 @@ def _spread(signs: Tensor, most: float, generator: torch.Generator) -> Tensor:
 
 
 def _log_uniform(low: float, high: float, place: Tensor) -> Tensor:
-    """Values spread evenly over the logarithms."""
+    """Random values whose logarithms are uniformly distributed."""
     return low * (high / low) ** place
 
 
@@ -209,7 +214,7 @@ def expected(task: KernelTask, tensors: tuple[Tensor, ...]) -> Tensor:
 
 def difference(task: KernelTask, drawn: Case, shape: tuple[int, ...], dtype: str, content: wire.Blob) -> str | None:
     """Why an output differs from the expected output beyond the tolerance; None if it is within. Elements that are NaN
-    in the reference may have any value: maximum is not defined for NaN, and inf - inf proves nothing.
+    in the reference may have any value: the maximum is not defined for NaN, and inf - inf is no useful comparison.
     """
     wanted = expected(task, drawn.tensors)
     if tuple(shape) != tuple(wanted.shape) or dtype != str(wanted.dtype).removeprefix("torch."):
@@ -228,7 +233,7 @@ def difference(task: KernelTask, drawn: Case, shape: tuple[int, ...], dtype: str
 
 
 def _sway(task: KernelTask, drawn: Case, at: Tensor) -> Tensor:
-    """How far the result moves at these elements when each input moves by ROUNDINGS units in its last place."""
+    """How much the result changes at these elements if each input changes by ROUNDINGS units in its last place."""
     unit = ROUNDINGS * torch.finfo(torch.float32).eps
     inputs = tuple(tensor[at].double() for tensor in drawn.tensors)
     still, moved = expected(task, inputs), torch.zeros(inputs[0].shape, dtype=torch.float64)

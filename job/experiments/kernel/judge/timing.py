@@ -40,16 +40,19 @@ from gpufleet.job.experiments.kernel.judge.tasks import Case
 from gpufleet.job.experiments.kernel.judge.worker import Process
 
 WARM_UP, REPEAT, TRIES, FRESH = 2, 0.05, 3, 3
-LISTED, LOOKED_AT = 5, 3  # calls among the trials: a cheat in half of the calls passes all of these in one of 256 cases
-EMPTIES = 20  # most empty launches
-LEAST = 3  # trials of the slowest programs
-# The quickest trial by the judge's clock may take LIE times the slowest reported one, plus LIE_S seconds.
+# number of checked calls among the trials; a program that cheats in half of its calls passes all of these in one of 256
+# cases
+LISTED, LOOKED_AT = 5, 3
+EMPTIES = 20  # the most empty launches
+LEAST = 3  # number of trials of the slowest programs
+# By the judge's clock, the quickest trial may take at most LIE times as long as the slowest reported trial, plus LIE_S
+# seconds.
 LIE, LIE_S = 2.0, 1e-3
 SHORTEST_S = 1e-9
 
 
 class Rejected(Exception):
-    """The candidate does not pass; the message has the reason."""
+    """The candidate fails; the message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,12 +62,14 @@ class Trials:
     quartiles: tuple[float, float, float]
     judged: float
     blur: float
-    quickest: float  # by the judge's clock
-    slowest: float  # by the process's report
+    quickest: float  # seconds of the quickest trial by the judge's clock
+    slowest: float  # seconds of the slowest trial as the process reports it
 
     @property
     def incredible(self) -> bool:
-        """Whether the process lies: a busy machine delays only some trials, a lie shortens all of them."""
+        """Whether the process reports wrong times: a busy machine delays only some trials, but a false report makes all
+        of them shorter.
+        """
         return self.quickest > LIE * self.slowest + LIE_S
 
     @property
@@ -74,8 +79,8 @@ class Trials:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """The result of the timing. With `speedup` None the speed-up is unknown, for the reason in `why`. `suspicious`: the
-    program seemed so fast that it was run again.
+    """The result of the timing. If `speedup` is None, it is unknown, for the reason in `why`. `suspicious`: the program
+    seemed so fast that it was run again.
     """
 
     speedup: float | None
@@ -87,15 +92,17 @@ class Timing:
 
 Ask = Callable[..., wire.Message]  # Process.ask with the stage's limit
 Draw = Callable[[KernelTask, str], Case]  # tasks.case with the judge's seed and device
-Empty = Literal["kernel", "operation"]  # which empty launch is subtracted: of a Triton kernel, or an eager operation
+# which empty launch is subtracted: that of a Triton kernel, or that of an eager operation
+Empty = Literal["kernel", "operation"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """A program whose calls are timed. `listed`, `looked_at`: how many calls are checked each time; with `ops` the
-    torch functions that these calls use are checked too. `random`: the judge's generator. `interpreted`: the program
-    runs on a CPU, so an empty launch is subtracted from the seconds that its process reports. The judge's own seconds
-    are always less one, which is the way to the process and back.
+    """A program whose calls are timed. `listed`, `looked_at`: the numbers of calls that are checked each time. `ops`:
+    whether the torch functions that these calls use are checked too. `random`: the judge's generator. `interpreted`:
+    whether the program runs on a CPU; if so, the time of an empty launch is subtracted from the seconds that its
+    process reports. From the judge's own seconds, the time of an empty launch is always subtracted, because it is the
+    time for the message to the process and back.
     """
 
     ask: Ask
@@ -146,14 +153,14 @@ class Program:
         return max(SHORTEST_S, median(self._call(checked=True)[1] for _ in range(FRESH)) - way)
 
     def pace_s(self) -> float:
-        """Seconds per trial, with everything around it."""
+        """Seconds per trial, including everything that is done around it."""
         self._call()
         started = time.monotonic()
         self._call()
         return time.monotonic() - started
 
     def _nothing(self) -> tuple[float, float]:
-        """Like `_call`, but for an empty launch, which needs no flush."""
+        """Like `_call`, but for an empty launch, before which the caches are not emptied."""
         self.ask({"do": "ready", "flush": False})
         return _trial(self.ask, empty=self.empty)
 
@@ -184,9 +191,9 @@ def calibrated(
     limit_s: float = math.inf,
     others: Sequence[Callable[[], object]] = (),
 ) -> Timing:
-    """`secret`: a text that the candidate could not know when it was written, such as its own hash; `limit_s`: for all
-    tries; `others`: checked calls among the first try's trials. Raises Rejected for a lie or a wrong output, Lost if a
-    process ends.
+    """Times the candidate and the reference. `secret`: a text that the candidate could not know when it was written,
+    such as its own hash. `limit_s`: the limit for all tries. `others`: checked calls among the trials of the first try.
+    Raises Rejected for a false report or a wrong output, and Lost if a process ends.
     """
     case, own = draw(task, "timing"), random.Random(f"{seed} {task.name} {secret}")
     ours = Program(
@@ -243,15 +250,15 @@ def _trial(ask: Ask, *, empty: Empty | None = None, ops: bool = False) -> tuple[
 
 
 def load_problem(ask: Ask, source: str, turn: int = 0, *, ops: bool = False) -> str | None:
-    """Why a program does not load; None if it loads. `turn`: the first configuration of tuned kernels. With `ops` no
-    call of the program may compute with torch.
+    """Why a program does not load; None if it loads. `turn`: the number of the first configuration of tuned kernels. If
+    `ops`, no call of the program may compute with torch.
     """
     reply, _ = ask({"do": "load", "turn": turn, "refuses": ops}, [source.encode()])
     return f"does not load: {reply['error'][:300]}" if "error" in reply else None
 
 
 def run(ask: Ask, task: KernelTask, case: Case, *, as_timed: bool = False) -> None:
-    """One checked call on inputs of its own, watched or like a timed call. Raises Rejected."""
+    """Makes one checked call on inputs of its own, either watched or in the form of a timed call. Raises Rejected."""
     packed = [wire.pack(tensor) for tensor in case.tensors]
     head = {"do": "run", "inputs": [spec for spec, _ in packed], "ops": not as_timed, "as_timed": as_timed}
     answer = ask(head, [blob for _, blob in packed], most_bytes=room(case))
@@ -259,7 +266,9 @@ def run(ask: Ask, task: KernelTask, case: Case, *, as_timed: bool = False) -> No
 
 
 def check(task: KernelTask, case: Case, reply: dict[str, Any], blobs: list[wire.Blob], *, ops: bool) -> None:
-    """Raises Rejected unless a reply has the expected output in a new tensor, computed without torch if `ops`."""
+    """Raises Rejected unless a reply has the expected output in a new tensor, which, if `ops`, was computed without
+    torch.
+    """
     if "error" in reply:
         raise Rejected(f"{case.name}: {reply['error'][:300]}")
     if "shape" not in reply or "dtype" not in reply or len(blobs) != 1:
@@ -294,7 +303,9 @@ def _seconds(reply: dict[str, Any]) -> float:
 
 
 def bound(process: Process, limit_s: float) -> Ask:
-    """`process.ask` with a limit of `limit_s` for all answers together. The clock stops between two questions."""
+    """`process.ask` with a limit of `limit_s` for all answers together. The time between two questions is not
+    included.
+    """
     left_s = limit_s
 
     def ask(head: dict[str, Any], blobs: list[wire.Blob] | None = None, *, most_bytes: int = 0) -> wire.Message:

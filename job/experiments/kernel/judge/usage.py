@@ -1,4 +1,6 @@
-"""What a candidate's processes use: memory, and room in the scratch folder. Read from outside. Linux only."""
+"""Measures what a candidate's processes use: memory, and space in the scratch folder. The use is measured from outside
+of these processes, on Linux only.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-BLOCK_BYTES = 512  # of st_blocks, on every file system
+BLOCK_BYTES = 512  # the unit of st_blocks, on every file system
 MOST_ENTRIES = 10_000
 
 
 def memory_bytes(pids: Iterable[int]) -> int:
     """Resident memory, and the unnamed files that the processes hold open: memory from memfd_create belongs to no
-    process, and unlinked files take room that no listing shows.
+    process, and the space of unlinked files is not in any listing.
     """
     pids, nameless = list(pids), {}
     for pid in pids:
@@ -35,8 +37,9 @@ def _resident(pid: int) -> int:
 
 
 def folder_bytes(folder: Path, most: int) -> int:
-    """The room that the folder takes on the disk, counted up to about `most`. It is more than `most` if the folder has
-    more than MOST_ENTRIES, or contains a folder that is closed or too deep to read.
+    """The bytes that the folder takes on the disk. The sum ends soon after it has exceeded `most`. The result is also
+    above `most` if the folder has more than MOST_ENTRIES entries, or contains a folder that cannot be read or is too
+    deep.
     """
     used, seen, folders = 0, set(), [os.fspath(folder)]
     while folders and used <= most:

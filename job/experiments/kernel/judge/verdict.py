@@ -1,4 +1,4 @@
-"""The facts about a candidate, during the judgement and afterwards."""
+"""Holds the facts about a candidate, during the judgement and afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpufleet.job.experiments.kernel.judge.worker import Process
 
 STAGES = ("rules", "compile", "tiny", "full", "timing")
 PASSED = len(STAGES) + 1
-FULL = "full"  # the name of the row with the whole funnel's verdicts; files of 0.1.0 have more rows
+FULL = "full"  # the name of the row with the verdicts of the whole funnel; files of version 0.1.0 have more rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class Verdict:
     isolated: bool | None  # whether namespaces were allowed; None if no process was needed
     speedup: float | None = None
     suspicious: bool = False
-    kernel_s: tuple[float, float, float] | None = None  # quartiles
+    kernel_s: tuple[float, float, float] | None = None  # quartiles of the kernel's seconds
     reference_s: tuple[float, float, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Course:
 
     candidate: Candidate
     sha256: str
-    built: Path | None = None  # the result of stage 2
+    built: Path | None = None  # the folder with the result of stage 2
     seconds: dict[str, float] = field(default_factory=dict)
     stage: int = 1
     cpu_s: float = 0.0
@@ -88,12 +88,12 @@ class Course:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
 
     def note(self, process: Process) -> None:
-        """Adds a process that has ended."""
+        """Adds the facts about a process that has ended."""
         self.isolated = process.isolated
         self.cpu_s += process.cpu_s
 
     def verdict(self, reason: str | None) -> Verdict:
-        """The verdict; with `reason` None the candidate has passed."""
+        """The verdict; if `reason` is None, the candidate has passed."""
         timing = self.timing
         return Verdict(
             row=FULL,

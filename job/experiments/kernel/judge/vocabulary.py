@@ -40,7 +40,7 @@ METHODS = _words(
     "element_ty itemsize append items get broadcast_to trans value type nelement is_floating_point float half "
     "bfloat16 view_as expand_as get_device index ALL NONE is_floating requires_grad layout multi_processor_count "
     "is_complex "
-    # Methods of Python's lists, dicts and numbers; no method of a tensor with such a name computes.
+    # Methods of Python's lists, dicts and numbers. No method of a tensor with one of these names computes anything.
     "insert extend pop remove reverse clear count copy keys values update setdefault bit_length is_integer"
 )
 # Methods of blocks, allowed only within kernels, because torch tensors have methods of these names that compute.
@@ -63,7 +63,7 @@ ALONE = {
 ASKED_OF_GPUS = {
     "torch.cuda.synchronize", "torch.cuda.current_device", "torch.cuda.get_device_properties",
     "torch.cuda.is_available",
-    ACTIVE_DEVICE := "triton.runtime.driver.active.get_active_torch_device",  # as Triton's own tutorials begin
+    ACTIVE_DEVICE := "triton.runtime.driver.active.get_active_torch_device",  # Triton's own tutorials begin with this
 }  # fmt: skip
 # Calls that could take a function or a file of the candidate's, or keep something that the candidate can change:
 # (number of positional arguments, names of the other arguments).

@@ -1,10 +1,8 @@
-"""Watches a checked call: the functions that it calls, its reads of unwritten memory, its writes outside its own
-memory.
-
-A program must be assumed to detect all of this watching. A kernel may read new memory, or memory beyond its own, and so
-tell a watched call from a timed call; the judge therefore also makes checked calls that are not watched. A program may
+"""Watches a checked call: the functions that it calls, its reads of unwritten memory, and its writes outside of its own
+memory. A program can probably detect all of this. A kernel may read new memory, or memory beyond its own, and so
+distinguish a watched call from a timed one. So the judge also makes checked calls that are not watched. A program may
 also detect that its calls are listed: Python's own objects then have other addresses, which the text of these objects
-shows. So whatever computes with words that the rules do not know, above all an operator, is refused in every call.
+shows. So computations that the rules cannot see in the source, above all by operators, are refused in every call.
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ from torch.overrides import TorchFunctionMode
 
 from gpufleet.job.experiments.kernel.judge.vocabulary import METHODS, OF_BLOCKS
 
-# functions that make a tensor without another one
+# Functions that make a tensor without reading another one.
 FROM_NUMBERS = {"empty", "empty_strided", "empty_permuted", "zeros", "full", "device"}
 WITH_TENSORS = {"to", "view_as", "expand_as", "broadcast_tensors", "new_tensor", "copy_", "set_", "result_type"}
-WIDTH = 4096  # elements
+WIDTH = 4096  # number of elements of guard bytes
 # The value of each byte of a fence. There are two values, because a program that writes one element too many has also
 # read this element, and relu(2e8) is 2e8.
 GIVEN, MADE = 0x4D, 0xC4
-# Methods of a tensor that Python's syntax and functions call: for an operator, a number or a text.
+# Methods of a tensor that Python's syntax or functions call, for an operator, a number or a text.
 BINARY = "add and div floordiv lshift matmul mod mul or pow rshift sub truediv xor"
 OTHERS = (
     "lt le eq ne gt ge neg pos abs invert round contains iter reversed setitem bool complex float index int repr str "
@@ -39,7 +37,9 @@ OPERATORS = (
 
 
 class Computes(BaseException):
-    """The program computed with a tensor; the message names the operator or method. No code on the way catches it."""
+    """The program has computed with a tensor; the message names the operator or method. A candidate's code cannot catch
+    this error.
+    """
 
 
 def refuse_operators() -> None:
@@ -66,7 +66,9 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 
 class Fences:
-    """Guard bytes on both sides of memory that a call may write; they hold `sign`, and nothing may write to them."""
+    """Guard bytes on both sides of memory that a call may write; each byte has the value `sign`, and the call must not
+    write to them.
+    """
 
     def __init__(self, sign: int) -> None:
         self._sign = sign
@@ -116,7 +118,7 @@ class Ops(TorchFunctionMode):
 
 
 def _reads(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a tensor is given as a number, for a size or a fill value. torch then reads it without a call that would
+    """Whether a tensor is passed as a number, for a size or a fill value. torch then reads it without a call that would
     be listed, so a program could compute with it in that way.
     """
     numbers = [*args[name not in FROM_NUMBERS :], *(kwargs[key] for key in kwargs.keys() - {"input", "self", "out"})]
@@ -135,7 +137,7 @@ def _is_view(index: Any) -> bool:
 
 @contextmanager
 def filled() -> Iterator[None]:
-    """Within the block new memory holds NaN instead of earlier contents, which may be right."""
+    """A context in which new memory contains NaN instead of earlier contents, which could be the right result."""
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     try:
         yield

@@ -1,7 +1,6 @@
-"""Messages between the judge and a candidate's process: a JSON head and raw bytes. Never pickle.
-
-Messages from a candidate's process are data, to be checked against the question. Every part of a message must have the
-type that its name has here, or the message is refused: other code needs to check only whether a part exists and is
+"""Messages between the judge and a candidate's process: a head in JSON, and raw bytes. Pickle is never used. Messages
+from a candidate's process are only data, which are compared with the question. Every part of a message must have the
+type that its name has here, or the message is refused: so other code only has to check whether a part exists and is
 true.
 """
 
@@ -27,8 +26,8 @@ Message = tuple[dict[str, Any], list[Blob]]  # head and raw bytes
 HEAD_BYTES = 1 << 20
 WATCH_S = 0.05  # seconds between two looks while waiting
 LEAST_S = 1e-3  # the shortest wait in seconds; 0 would mean for ever
-PIECE_BYTES = 1 << 22  # bytes sent at once: the limit is checked in between
-MOST_S = 1e9  # the longest time in seconds that makes sense
+PIECE_BYTES = 1 << 22  # number of bytes that are sent at once; the time limit is checked in between
+MOST_S = 1e9  # no message may contain a longer time in seconds
 _LENGTH = struct.Struct("!I")
 _TIME = struct.Struct("@ll")  # timeval
 
@@ -80,14 +79,15 @@ class Closed(Exception):
 
 
 class Late(Exception):
-    """The time is over."""
+    """The time limit has passed."""
 
 
 def send(to: socket.socket, head: dict[str, Any], blobs: Sequence[Blob] = (), *, until: float = math.inf) -> None:
     """Sends a message; raises Closed, and Late after `until` (monotonic seconds)."""
     content = json.dumps({**head, "blobs": [len(blob) for blob in blobs]}).encode()
     try:
-        to.settimeout(None)  # the kernel waits: Python would take a large message in pieces of 200 kB
+        # so that the kernel waits; with a timeout, Python would send a large message in pieces of 200 kB
+        to.settimeout(None)
         for part in (_LENGTH.pack(len(content)) + content, *blobs):
             unsent = memoryview(part)
             while unsent:
@@ -142,7 +142,7 @@ def reply(head: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a reader does while waiting."""
+    """What a reader does while it waits for bytes."""
 
     watch: Callable[[], None]
     every_s: float
@@ -150,7 +150,7 @@ class Look:
 
 
 def _exactly(source: socket.socket, size: int, look: Look) -> bytearray:
-    """Reads exactly `size` bytes into one piece of memory, in one call if all are there."""
+    """Reads exactly `size` bytes into one piece of memory, in one call if all of them have arrived."""
     content = bytearray(size)
     unread = memoryview(content)
     try:
@@ -172,9 +172,9 @@ def _exactly(source: socket.socket, size: int, look: Look) -> bytearray:
 
 
 def _ready(end: socket.socket, event: int, timeout: int, seconds: float, until: float) -> bool:
-    """Waits until a call could move a byte, for `seconds` and until `until` at most; returns whether the call could.
-    The call itself then waits at most as long for the rest of its bytes. A call that also waited for its first byte
-    would start again at every signal, and never end in a process that a profiler samples.
+    """Waits until a call could send or receive a byte, but at most for `seconds` seconds and until `until`; returns
+    whether it could. The call itself then waits at most as long for the rest of its bytes. A call that also waited for
+    its first byte would start again at every signal, and never end in a process that a profiler samples.
     """
     if until == math.inf:
         end.setsockopt(socket.SOL_SOCKET, timeout, _TIME.pack(0, 0))
@@ -205,7 +205,9 @@ def unpack(spec: dict[str, Any], content: Blob) -> Tensor:
 
 
 def writable(content: Blob) -> bytearray:
-    """The content in writable memory: the content itself if it was received, because that is large; else a copy."""
+    """The content in writable memory: the content itself if it was received, because such content is large; otherwise a
+    copy.
+    """
     return content if isinstance(content, bytearray) else bytearray(content)
 
 

@@ -1,5 +1,5 @@
-"""The judge's side of a candidate's process: starts it, asks it within limits, watches it, ends it with its
-children.
+"""Controls a candidate's process for the judge: starts the process, asks it questions within limits, watches it, and
+ends it with its children.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from gpufleet.job.experiments.kernel.judge import sandbox, usage, wire
 from gpufleet.job.experiments.kernel.judge.compiler import CACHE, CAPABILITY
 from gpufleet.job.experiments.kernel.judge.forkserver import ForkServer, kill_all, offspring, python
 
-GREET_S = 120.0  # seconds for a process to be ready: a spawned one imports everything
-COMPILING_S = 1.0  # seconds between two looks at a compiling process: many cores run many at once
-SCRATCH_BYTES = 1 << 28  # bytes in the process's folder; a compiled kernel takes about 50 kB
+GREET_S = 120.0  # the most seconds until a process is ready; a spawned process has to import everything
+COMPILING_S = 1.0  # seconds between two looks at a compiling process, because many of them may run at once
+SCRATCH_BYTES = 1 << 28  # the most bytes in the process's folder; a compiled kernel takes about 50 kB
 
 
 class Lost(Exception):
-    """The candidate's process is over: the process hung, took too much, or ended."""
+    """The candidate's process was lost: it hung, used too much memory or disk, or ended."""
 
 
 class OutOfTime(Lost):
-    """The process did not answer in time, but its earlier answers stay valid."""
+    """The process did not answer in time. The process's earlier answers are still valid."""
 
 
 class NotBegun(Lost):
-    """The process ended, or was silent, before it had a source, so the candidate is not to blame."""
+    """The process ended, or did not answer, before it had a source, so the candidate is not the cause."""
 
 
 class NoDeviceError(Exception):
-    """A process has no GPU, or does not start, before it has seen any candidate. It says nothing about a candidate."""
+    """A process had no GPU, or did not start, before it got a candidate. No candidate is the cause."""
 
 
 class Workers:
@@ -57,7 +57,7 @@ class Workers:
         self._spawned: dict[int, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Workers:
-        """Starts the servers now, side by side, so that no candidate waits for them."""
+        """Starts the servers now, all at the same time, so that no candidate has to wait for them."""
         hidden = {"CUDA_VISIBLE_DEVICES": ""}
         compiling = {"TRITON_INTERPRET": "0", "TMPDIR": str(self.folder), **hidden}
         self._compiling = ForkServer(["compile", str(self.capability)], compiling)
@@ -107,8 +107,8 @@ class Workers:
         confined: bool = True,
         built: Path | None = None,
     ) -> Process:
-        """A new process, which runs a candidate, or `compiles` and sees no GPU. The trusted reference need not be
-        `confined` (sandbox.py). `built`: a Triton cache, which is copied for the process. Raises NotBegun,
+        """A new process, which runs a candidate or, if `compiles`, compiles it without a GPU. The trusted reference
+        need not be `confined` (sandbox.py). `built`: a Triton cache, which is copied for the process. Raises NotBegun,
         NoDeviceError.
         """
         scratch = Path(tempfile.mkdtemp(dir=self.folder))
@@ -134,7 +134,7 @@ class Workers:
         return Process(pid, ours, scratch, memory_bytes, self._ended, watch_s=COMPILING_S if compiles else wire.WATCH_S)
 
     def _spawn(self, theirs: socket.socket, asked: str, gpu: int) -> int:
-        """Starts a whole new process. It sees only the `gpu`-th of this process's GPUs."""
+        """Starts a whole new process. The process sees only the `gpu`-th of this process's GPUs."""
         seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         interpret, visible = "0" if self._gpus else "1", seen.split(",")[gpu] if seen else str(gpu)
         process = python(theirs, ["one", asked], {"CUDA_VISIBLE_DEVICES": visible, "TRITON_INTERPRET": interpret})
@@ -160,7 +160,7 @@ class Process:
         watch_s: float,
     ) -> None:
         self.pid, self._dialogue, self.scratch = pid, dialogue, scratch
-        self.cpu_s = 0.0  # by the process's last report
+        self.cpu_s = 0.0  # CPU seconds in the process's last report
         self._memory, self._ended, self._watch_s = memory_bytes, ended, watch_s
         self._looked_at, self._over = 0.0, False
         try:
@@ -185,10 +185,10 @@ class Process:
         self, head: dict[str, Any], blobs: Sequence[wire.Blob] = (), *, limit_s: float, most_bytes: int = 0
     ) -> wire.Message:
         """Asks one question and returns its answer. Raises Lost with the reason."""
-        if head["do"] != "trial":  # the time of a trial counts
+        if head["do"] != "trial":  # not during a trial, because a look would change its time
             self._watch()
         until = time.monotonic() + limit_s
-        # the process may have sent a message before it ended; in a moment that message would be too late
+        # The process may have sent a message just before it ended.
         with suppress(wire.Closed, wire.Late):
             wire.send(self._dialogue, head, blobs, until=until)
         return self._receive(until, limit_s, most_bytes)
@@ -211,7 +211,7 @@ class Process:
             self.look()
 
     def look(self) -> None:
-        """Raises Lost if the process holds more than it may."""
+        """Raises Lost if the process uses more memory or disk than it may."""
         self._looked_at = time.monotonic()
         used = usage.memory_bytes((self.pid, *offspring(self.pid)))
         if used > self._memory:
@@ -221,7 +221,7 @@ class Process:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stops the process and its descendants within the block, because another process is timed."""
+        """A context in which the process and its descendants are stopped, because another process is timed."""
         self._signal(signal.SIGSTOP)
         try:
             yield
@@ -251,5 +251,5 @@ class Process:
         self.end()
         try:
             shutil.rmtree(self.scratch, ignore_errors=True)
-        except RecursionError:  # a thousand nested folders; before Python 3.12
+        except RecursionError:  # raised for a thousand nested folders before Python 3.12
             subprocess.run(["rm", "-rf", str(self.scratch)], check=False)

@@ -1,7 +1,6 @@
-"""`python -m gpufleet.job.experiments.pretrain.serve DIR --port 8000`: serves DIR's model, a run's final/, over HTTP.
-
-Unless --host says otherwise, only this machine can reach the server, because there is no password. SIGTERM and Ctrl-C
-end the server.
+"""`python -m gpufleet.job.experiments.pretrain.serve DIR --port 8000`: serves the model in DIR, which is the final/ of
+a run, over HTTP. By default only this machine can reach the server, because there is no password; --host changes this.
+SIGTERM and Ctrl-C end the server.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 opens it to the network (default: %(default)s)")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     args = parser.parse_args(argv)
-    if not args.host:  # the variable may be unset; to a socket an empty text would mean every address
+    if not args.host:  # the variable may be unset; for a socket, an empty text would mean every address
         parser.error("--host is empty; 127.0.0.1 serves only this machine, 0.0.0.0 also the network")
     try:
-        import torch  # takes seconds: not for --help, and Ctrl-C works meanwhile
+        import torch  # takes seconds; imported here, so that --help does not need it, and Ctrl-C works meanwhile
 
         from gpufleet.job.experiments.pretrain.serve.model import open_model
         from gpufleet.job.experiments.pretrain.serve.server import Server
 
         served = open_model(args.folder, device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except KeyboardInterrupt:  # hashing and loading 16 GB takes half a minute
+    except KeyboardInterrupt:  # Ctrl-C may come while 16 GB are hashed and loaded, which takes half a minute
         return 0
     except ImportError as error:
         sys.stderr.write(f"the server needs a package that is missing ({error}): pip install 'gpufleet[job,serve]'\n")
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def refusal(host: str, port: int, error: OSError | OverflowError) -> str:
-    """The problem with --host or --port, and what to give instead."""
+    """A sentence about a problem with --host or --port, and what to use instead."""
     if isinstance(error, OverflowError):
         return f"--port {port}: 0 to 65535 are allowed; 0 takes a free one"
     why = error.strerror or str(error)

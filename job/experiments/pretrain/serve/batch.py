@@ -1,7 +1,6 @@
-"""Writes several texts at once: one thread runs the model, and each step reads every weight once for all of them.
-
-A text enters and leaves between two steps (continuous batching). A step always has ROWS rows, so that a text does not
-depend on the others.
+"""Generates several texts at once: one thread runs the model, and each step reads every weight only once for all texts.
+Texts begin and end between two steps (continuous batching). A step always has ROWS rows, so that a text does not depend
+on the others.
 """
 
 from __future__ import annotations
@@ -22,15 +21,16 @@ ROWS = 4  # texts at once
 
 @dataclass(eq=False, slots=True)
 class _Writing:
-    """A text with its reader."""
+    """A text that is being generated, and its reader."""
 
     text: Text
-    made: SimpleQueue[int | Exception | None] = field(default_factory=SimpleQueue)  # None: the text is whole
+    # None means that the text is complete
+    made: SimpleQueue[int | Exception | None] = field(default_factory=SimpleQueue)
     left: bool = False  # whether its reader has left
 
 
 class TextWriter:
-    """Writes texts in the rows of one model. Its thread lives while a text is written."""
+    """Writes texts in the rows of one model. The writing thread exists while a text is being written."""
 
     def __init__(self, module: CharGpt, window: int) -> None:
         """Takes memory for ROWS texts of `window` positions: 1 MB per position in fp32 at full size."""
@@ -41,7 +41,7 @@ class TextWriter:
         self._runs = False
 
     def write(self, text: Text) -> Iterator[int]:
-        """The text's ids, one by one, from any thread. Raises what the model raises."""
+        """The text's ids, one by one, from any thread. Raises the errors of the model."""
         writing = _Writing(text)
         with self._lock:
             self._waiting.append(writing)
@@ -67,8 +67,8 @@ class TextWriter:
                 self._rows = [None] * ROWS
 
     def _admit(self) -> bool:
-        """Frees the rows of texts that are whole or whose reader left, and gives these rows to waiting texts. Returns
-        False if there is no text to write; then the thread ends.
+        """Frees the rows of texts that are complete or whose reader has left, and gives these rows to waiting texts.
+        Returns False if there is no text to write; then the thread ends.
         """
         with self._lock:
             for number, writing in enumerate(self._rows):
@@ -80,7 +80,9 @@ class TextWriter:
             return self._runs
 
     def _step(self) -> None:
-        """Writes one character of each text. Texts that begin (again) are computed one by one, the others together."""
+        """Writes one character of each text. Texts that begin (again) are computed one by one, and the others
+        together.
+        """
         together = []
         for number, writing in enumerate(self._rows):
             if writing is None:
@@ -91,7 +93,7 @@ class TextWriter:
                 cache = self._cache.row(number)
                 writing.made.put(writing.text.take(self._read([writing.text.new], cache)[0]))
         if together:
-            # This also writes to rows without a text, after the positions that count.
+            # This also writes to rows without a text, after the positions that are used.
             self._cache.place([writing.text.length if writing else 0 for writing in self._rows])
             tokens = [writing.text.new[-1:] if writing else [0] for writing in self._rows]
             logits_BV = self._read(tokens, self._cache)

@@ -64,8 +64,8 @@ class Served:
 
 
 def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
-    """The model in `folder`: on a GPU weights and products in bf16, else in fp32. Raises ValueError if the folder is
-    not a character model's, or is damaged, or if the device cannot hold the model.
+    """The model in `folder`: on a GPU with weights and products in bf16, otherwise in fp32. Raises ValueError if the
+    folder is not that of a character model, if it is damaged, or if the model does not fit on the device.
     """
     meta = atomic.read_object(folder / META)
     if meta is None or not (folder / WEIGHTS).is_file():
@@ -83,7 +83,7 @@ def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
         sequence, entry = int(meta["sequence"]), meta["files"][0]
         if (size := (folder / WEIGHTS).stat().st_size) != int(entry["bytes"]):
             raise ValueError(f"{WEIGHTS} is {size} bytes, {META} says {entry['bytes']}: copy it again")
-        # reads the bytes that are mapped below, about 1 s per GiB
+        # Reads the bytes that are mapped below, which takes about 1 s per GiB.
         if atomic.sha256(folder / WEIGHTS) != entry["sha256"]:
             raise ValueError(f"{WEIGHTS} is damaged: its sha256 is not the one in {META}; copy it again")
         with torch.device("meta"):
@@ -95,12 +95,12 @@ def open_model(folder: Path, *, device: torch.device | str = "cpu") -> Served:
         raise ValueError(f"{folder}: {error}") from error
     module.eval().requires_grad_(False)
     try:
-        if torch.device(device).type == "cuda":  # each character reads every weight
+        if torch.device(device).type == "cuda":  # in bf16, because every weight is read for each character
             module.compute_dtype = torch.bfloat16
-        module.to(device, module.compute_dtype)  # the device meta takes weights but computes nothing
+        module.to(device, module.compute_dtype)  # fails for the device `meta`, which accepts weights but cannot compute
         module(torch.zeros(1, 1, dtype=torch.int64, device=device)).logits.cpu()
         writer = TextWriter(module, sequence)
-    # no such device, driver or memory; not built in; or an unsupported dtype
+    # The device, its driver or enough memory do not exist, torch was built without it, or a dtype is not supported.
     except (RuntimeError, AssertionError, ImportError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ValueError(f"{folder}: cannot be put on device {str(device)!r} ({reason}); try --device cpu") from error

@@ -23,7 +23,7 @@ class Refused(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateRequest:
-    """POST /generate's body. Temperature 0 is greedy; `seed` None gives another sample each time."""
+    """POST /generate's body. Temperature 0 is greedy; If `seed` is None, each answer is a different sample."""
 
     prompt: str
     max_tokens: int = 100
@@ -94,7 +94,7 @@ def _short(value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    """JSON's word for a value's type."""
+    """The name of a value's type in JSON."""
     if value is None:
         return "null"
     names = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}

@@ -1,9 +1,10 @@
 """The HTTP server: GET /health, GET /info, POST /generate. Answers and errors are JSON; streams are server-sent events.
 
-It is Starlette on uvicorn, with the limits that those two lack. At most `CONNECTIONS` are open and `AT_ONCE` of these
-generate; other requests get 503. A request that is not whole `PATIENCE_S` after the connection or the previous answer
-is dropped, and so is a client that reads nothing for as long. When all places are taken, a new client replaces the slow
-client that has waited longest. Non-HTTP input gets a JSON error too.
+The server is Starlette on uvicorn, with limits that these two do not have. At most `CONNECTIONS` connections are open,
+and `AT_ONCE` of them generate; other requests get 503. A connection is closed if its request is not complete
+`PATIENCE_S` after the connection was opened or the previous answer was sent, or if the client has read nothing for so
+long. When all places are taken, a new client replaces the slow client that has waited longest. Non-HTTP input gets a
+JSON error too.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ ROUTES = {"/health": "GET", "/info": "GET", "/generate": "POST"}
 
 
 class Server(uvicorn.Server):
-    """Serves one model from its creation until `should_exit`. Port 0 takes a free port; `address` names it. Raises
-    OSError if the address cannot be used, OverflowError for a port beyond 65535.
+    """Serves one model from its creation until `should_exit`. If the port is 0, a free port is used; `address` has it.
+    Raises OSError if the address cannot be used, OverflowError for a port beyond 65535.
     """
 
     def __init__(self, address: tuple[str, int], served: Served) -> None:
         self.served = served
         self.under_way = 0  # running generations
-        # otherwise asyncio leaves Nagle on: 45 ms per request, not 0.5
+        # Otherwise asyncio does not switch Nagle's algorithm off, and a request takes 45 ms instead of 0.5.
         self.listening = socket.socket(proto=socket.IPPROTO_TCP)
         try:
             self.listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -82,7 +83,9 @@ class Server(uvicorn.Server):
         self.run(sockets=[self.listening])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Ends the server cleanly on SIGTERM and Ctrl-C; uvicorn would die of the signal afterwards."""
+        """Ends the server cleanly on SIGTERM and Ctrl-C. uvicorn itself would end the process by the signal
+        afterwards.
+        """
         self.should_exit = True
 
     def end_one(self) -> None:
@@ -94,14 +97,14 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
         if (
             self.under_way
-        ):  # a generation still computes its next character in torch, and no thread can stop torch half-way
+        ):  # raised if a generation still computes its next character, because torch cannot be stopped in the middle
             os._exit(0)
 
 
 class Connection(H11Protocol):
     """One connection, with the time limits that uvicorn lacks."""
 
-    late: asyncio.TimerHandle | None = None  # drops the connection
+    late: asyncio.TimerHandle | None = None  # the timer that closes the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -125,11 +128,12 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._answering() and not self.cycle.more_body:
-            self._drop_in(None)  # the request is whole
+            self._drop_in(None)  # the request is complete
             if len(self.conn.trailing_data[0]) > BODY_BYTES:
                 self.transport.abort()
             else:
-                # uvicorn pauses at a request sent ahead, and would not see that the client leaves
+                # If a client has already sent its next request, uvicorn stops reading, and would not notice that the
+                # client leaves.
                 self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
@@ -147,7 +151,7 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         if self._answering():
             return  # the input follows an answered request, and ends the connection
-        error = sys.exception()  # uvicorn calls this where it catches the error
+        error = sys.exception()  # uvicorn calls this method where it catches the error
         status = error.error_status_hint if isinstance(error, h11.ProtocolError) else 400
         self._refuse(status, f"not an HTTP request ({error})")
 
@@ -173,7 +177,7 @@ class Connection(H11Protocol):
 
 
 def application(server: Server) -> Starlette:
-    """The three routes. Their errors are JSON."""
+    """The three routes. All errors are JSON."""
 
     async def health(request: Request) -> Response:
         return _answer(200, {"status": "ok"})
@@ -220,7 +224,9 @@ async def _body(request: Request) -> bytes:
 
 
 async def _follow(server: Server, asked: GenerateRequest) -> AsyncIterator[str]:
-    """The generated characters. Raises Refused if the server ends or the model fails."""
+    """The generated characters. Yields the generated characters. Raises Refused if the server ends or the model
+    fails.
+    """
     characters = iterate_in_threadpool(server.served.generate(asked))
     while True:
         try:
@@ -244,7 +250,7 @@ async def _events(prompt: str, characters: AsyncIterator[str], model: str) -> As
             text += character
             yield _event({"text": character})
         yield _event({**_result(prompt, text, model), "done": True})
-    except Refused as refusal:  # the status is sent already
+    except Refused as refusal:  # the status was already sent
         yield _event({"error": str(refusal)})
 
 

@@ -54,7 +54,7 @@ def test_a_folder_becomes_arrays_in_the_files_order(tmp_path: Path) -> None:
     said = list[str]()
     manifest = ranking.prepare_ranking(tmp_path / "set", of_text(), text=text, say=said.append)
     made = ranking.read(tmp_path / "set")
-    few = "discovery queries: 2, training has weak labels for no more, though job.parameters.weak.queries is 40"
+    few = "discovery queries: 2, training has weak labels only for these, though job.parameters.weak.queries is 40"
     assert few in said
     assert not any("WARNING" in line for line in said)  # a discovery query may be one of the judged
     assert made.names == {"queries": ["q0", "q1", "q2"], "models": ["m1", "m10", "m2"], "discovery": ["d0", "d1"]}
