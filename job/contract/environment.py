@@ -9,6 +9,8 @@ INSTANCE_ID, INSTANCE_TYPE = "GPUFLEET_INSTANCE_ID", "GPUFLEET_INSTANCE_TYPE"
 ZONE = "GPUFLEET_ZONE"
 CAPACITY = "GPUFLEET_CAPACITY"  # this node's market, spot or on-demand, if the run may use both
 LAUNCHED_AT = "GPUFLEET_LAUNCHED_AT"  # UTC, ISO
+# for a stage on the node of the stage before it: when that one ended (UTC, ISO), and the machine's age at LAUNCHED_AT
+SINCE, OLDER_S = "GPUFLEET_SINCE", "GPUFLEET_OLDER_S"
 NODE_UPTIME = "GPUFLEET_NODE_UPTIME"  # the machine's uptime in seconds when the node's program began
 # from the supervisor to its children: when the machine booted, in epoch seconds by the machine's clock
 BOOTED_AT = "GPUFLEET_BOOTED_AT"

@@ -222,7 +222,7 @@ def _taken_over(definition: StackDefinition, bucket_arn: str) -> list[dict[str, 
 
 def _begin_stages(definition: StackDefinition, schedule_arn: str) -> list[dict[str, Any]]:
     """The right to start the state machines that begin later stages."""
-    arns = [f"{machine_arn(schedule_arn)}-{stage.stage}" for stage in definition.stages[1:]]
+    arns = [f"{machine_arn(schedule_arn)}-{stage.stage}" for stage in definition.with_fleets[1:]]
     start = {"Sid": "BeginStages", "Effect": "Allow", "Action": "states:StartExecution"}
     return [{**start, "Resource": one_or_all(arns)}] if arns else []
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 from datetime import UTC, datetime
 from pathlib import Path
 
 from gpufleet.infra.account import rights
 from gpufleet.infra.definition.loader import load
 from tests.infra.declared_world import declare
+from tests.infra.shared_files import SHARED
 from tests.repository import ROOT
 
 FLEET, TEMPLATE = "aws:ec2/fleet:Fleet", "aws:ec2/launchTemplate:LaunchTemplate"
@@ -37,3 +41,28 @@ def test_each_stage_has_a_fleet_of_its_own_and_only_the_first_begins(tmp_path: P
     assert "egress" not in found.one("aws:ec2/securityGroup:SecurityGroup")
     assert not found.one("aws:ec2/securityGroup:SecurityGroup").get("ingress")
     assert not [kind for kind in found.kinds if "IngressRule" in kind]
+
+
+def test_stages_on_one_node_have_one_fleet_and_each_run_json_names_the_next(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    (project / "code").mkdir(parents=True)
+    (project / "code" / "trial.py").write_text("print(1)\n")
+    found = declare(project, "staged", SHARED)
+    assert found.result.ok, found.result.text
+    definition = load(project / "stacks" / "staged.yaml", now=datetime.now(UTC), staged=True)
+    assert found.kinds == set(rights.declared(definition))
+    (fleet,), (template,) = found.inputs(FLEET), found.inputs(TEMPLATE)
+    assert fleet["tags"]["gpufleet:run"] == "r1/t1"
+    assert fleet["targetCapacitySpecification"]["totalTargetCapacity"] == 1
+    texts = {
+        each["key"]: each["content"]
+        for each in found.inputs("aws:s3/bucketObjectv2:BucketObjectv2")
+        if "content" in each
+    }
+    runs = [texts[f"r1/{trial}/run.json"] for trial in ("t1", "t2", "t3")]
+    hashes = [hashlib.sha256(text.encode()).hexdigest() for text in runs]
+    assert f"RUN_CONFIG_SHA256={hashes[0]}\n" in base64.b64decode(template["userData"]).decode()
+    following = [json.loads(text).get("following") for text in runs]
+    assert following == [{"stage": "t2", "sha256": hashes[1]}, {"stage": "t3", "sha256": hashes[2]}, None]
+    limits = [(json.loads(text)["limits"]["max_usd"], json.loads(text)["own"]["max_usd"]) for text in runs]
+    assert limits == [("8", "2")] * 3
