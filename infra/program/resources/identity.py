@@ -119,7 +119,7 @@ def node_statements(
             "Sid": "OldCheckpoints",
             "Effect": "Allow",
             "Action": "s3:DeleteObject",
-            "Resource": one_or_all([f"{bucket_arn}/{part.run.id}/{bucket.CHECKPOINTS}*" for part in definition.parts]),
+            "Resource": one_or_all([f"{bucket_arn}/{folder}/{bucket.CHECKPOINTS}*" for folder in _folders(definition)]),
         },
         {
             "Sid": "LimitsStay",
@@ -204,6 +204,11 @@ def node_statements(
             "Resource": "*",
         },
     ]
+
+
+def _folders(definition: StackDefinition) -> list[str]:
+    """The folders of the run's parts. Stages on one node share its rights, whose text IAM limits to 10,240 letters."""
+    return [f"{definition.run.id}/*"] if definition.parts[0].shared else [part.run.id for part in definition.parts]
 
 
 def _ask_again(schedule_arn: str) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from gpufleet.infra.account import rights
 from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.stages import MOST_ON_NODE
+from gpufleet.infra.program.resources import identity
 from tests.infra.declared_world import declare
 from tests.infra.shared_files import SHARED
 from tests.repository import ROOT
@@ -66,3 +68,23 @@ def test_stages_on_one_node_have_one_fleet_and_each_run_json_names_the_next(tmp_
     assert following == [{"stage": "t2", "sha256": hashes[1]}, {"stage": "t3", "sha256": hashes[2]}, None]
     limits = [(json.loads(text)["limits"]["max_usd"], json.loads(text)["own"]["max_usd"]) for text in runs]
     assert limits == [("8", "2")] * 3
+
+
+def test_the_rights_of_a_node_with_as_many_stages_as_allowed_fit_into_a_role(tmp_path: Path) -> None:
+    """AWS takes 10,240 letters; the rest is for private images, secrets, a key and messages."""
+    job = "    job: {command: 'python trial.py {checkpoints} {outputs} --x=1'}\n"
+    listed = "".join(
+        f"  - name: t{number:08}\n{'    stays: true' * bool(number)}\n{job}" for number in range(MOST_ON_NODE)
+    )
+    text = SHARED.partition("stages:\n")[0].replace("id: r1", f"id: {'r' * 32}")
+    path = tmp_path / f"{'s' * 40}.yaml"
+    path.write_text(f"{text}stages:\n{listed}")
+    made = f"gpufleet-{path.stem}-1234567"
+    arns = (
+        f"arn:aws:s3:::{made}",
+        f"arn:aws:logs:us-east-2:111122223333:log-group:{made}",
+        f"arn:aws:scheduler:us-east-2:111122223333:schedule/{made}/{made}",
+        f"arn:aws:iam::111122223333:role/{made}",
+    )
+    statements = identity.node_statements(load(path, now=datetime.now(UTC), staged=True), *arns)
+    assert len(json.dumps({"Version": "2012-10-17", "Statement": statements}, separators=(",", ":"))) < 9_000
