@@ -100,6 +100,8 @@ def rehearse(
     now = datetime.now(UTC)
     definition = _loaded(path, now)
     is_own = all(map(_is_own, definition.parts))
+    if definition.parts[0].shared:
+        raise GpufleetError(f"{definition.name} has stages on one node, and a rehearsal takes the file of one of them")
     # otherwise a node would report it later
     missing = [name for name in TRAINS_WITH if find_spec(name) is None and not is_own]
     if missing:

@@ -24,7 +24,7 @@ def fleets_of(ec2: Any, definition: StackDefinition, *, every_run: bool = False)
     that may still launch, then the newest. The ids come from the tags, because DescribeFleets has no filter by tag and
     shows an instant fleet (one into a Capacity Block) only if its id is given.
     """
-    wanted = {STACK_TAG: definition.name, **({} if every_run else {RUN_TAG: definition.run.id})}
+    wanted = {STACK_TAG: definition.name, **({} if every_run else {RUN_TAG: definition.fleet_run})}
     there = {fleet["FleetId"]: fleet for fleet in pages(ec2, "describe_fleets", "Fleets")}
     ours = [("resource-type", ["fleet"]), (f"tag:{STACK_TAG}", [definition.name])]
     filters = [{"Name": name, "Values": values} for name, values in ours]
@@ -121,5 +121,5 @@ def find_instances(ec2: Any, filters: Iterable[tuple[str, list[str]]]) -> list[d
 
 def nodes_of(ec2: Any, definition: StackDefinition) -> list[dict[str, Any]]:
     """The run's instances that still exist or ended within the hour."""
-    tags = [(f"tag:{STACK_TAG}", [definition.name]), (f"tag:{RUN_TAG}", [definition.run.id])]
+    tags = [(f"tag:{STACK_TAG}", [definition.name]), (f"tag:{RUN_TAG}", [definition.fleet_run])]
     return find_instances(ec2, tags)

@@ -15,7 +15,7 @@ from gpufleet.infra.account.run_folder import RunFolder, find_folder
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.contract import attempt, goal, reading
 from gpufleet.job.contract.bucket import ATTEMPTS
-from gpufleet.job.contract.done import FINISHED, Done
+from gpufleet.job.contract.done import FINISHED, LEAVES_NODE, Done
 from gpufleet.job.contract.reading import epoch
 from gpufleet.job.contract.receipt import CAUSES, Receipt, parse
 from gpufleet.job.contract.run import load
@@ -30,13 +30,19 @@ class StageSeen(NamedTuple):
     done: Done | None
 
     @property
-    def is_finished(self) -> bool:
-        return self.done is not None and self.done.reason == FINISHED
+    def is_passed(self) -> bool:
+        """Whether the next stage may begin."""
+        reasons = LEAVES_NODE if self.stage.shared else (FINISHED,)
+        return self.done is not None and self.done.reason in reasons
 
     @property
     def is_called_off(self) -> bool:
-        """Whether the run was asked to end before this stage had a node. False for the first stage."""
-        return bool(self.stage.before and self.folder and self.folder.is_called_off())
+        """Whether the run was asked to end before this stage, which is not the first, had a node. A stage on a shared
+        node without a node yet counts too, because nobody can tell whether it will have one.
+        """
+        if self.folder is None or not self.stage.before:
+            return False
+        return self.folder.is_called_off() or bool(self.stage.shared and not self.folder.objects(ATTEMPTS))
 
 
 def look(whole: StackDefinition, s3: Any) -> list[StageSeen]:
@@ -51,7 +57,7 @@ def look(whole: StackDefinition, s3: Any) -> list[StageSeen]:
 def begun(whole: StackDefinition, s3: Any) -> list[StageSeen]:
     """The stages that have begun: those up to the first that is not done."""
     seen = look(whole, s3)
-    done = next((index for index, seen_stage in enumerate(seen) if not seen_stage.is_finished), len(seen))
+    done = next((index for index, seen_stage in enumerate(seen) if not seen_stage.is_passed), len(seen))
     return seen[: done + 1]
 
 
@@ -60,7 +66,7 @@ def report(whole: StackDefinition, ec2: Any, s3: Any, now: datetime, scheduler: 
     neither a fleet nor a folder.
     """
     seen = look(whole, s3)
-    current = next((seen_stage.stage for seen_stage in seen if not seen_stage.is_finished), whole.parts[-1])
+    current = next((seen_stage.stage for seen_stage in seen if not seen_stage.is_passed), whole.parts[-1])
     first, *rest = status.report(current, ec2, s3, now, scheduler)
     yield first
     for index, seen_stage in enumerate(seen if whole.stages else ()):

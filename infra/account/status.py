@@ -261,7 +261,7 @@ def _progress(folder: RunFolder, definition: StackDefinition, now: datetime, end
         parts = [form.format(value) for form, value in gpus if value is not None]
         parts += [f"Xid {', '.join(map(str, beat.xids))} reported by the driver"] if beat.xids else []
         yield f"gpu         {', '.join(parts)}"
-    yield f"spent       ${beat.spent_usd or 0:.4f} of ${definition.limits.max_usd}"
+    yield f"spent       ${beat.spent_usd or 0:.4f} of ${(definition.shared or definition.limits).max_usd}"
     if beat.ceiling_s:
         yield f"            {beat.ceiling_s / 3600:.2f} h of it at the on-demand price: AWS gives no spot price"
 

@@ -8,9 +8,10 @@ does only a share of its work, which infra/search.py draws at random.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any, NamedTuple
 
@@ -78,7 +79,8 @@ class CampaignBill:
     described: CampaignFile
     usd: Quantiles
     played: PlayedCampaigns
-    stopped: PlayedCampaigns | None  # the campaign as it is played with the pruner
+    stopped: PlayedCampaigns | None  # as played with the pruner
+    nodes: int = 0  # how many nodes the runs share; 0 if each has its own
 
     def lines(self) -> Iterator[str]:
         """The table, and sentences about the campaign's cost."""
@@ -100,6 +102,8 @@ class CampaignBill:
             " while its own limit fits what is left of the cap, so the cap holds whatever each run costs. Where what is"
             " left is below a run's limit, but enough in nine cases of ten, it becomes the run's limit."
         )
+        if self.nodes:
+            yield from text.wrap(self._sharing())
         yield from text.wrap(self._worth()) if terms.pruner else ()
         if too_dear := [trial for trial in self.trials if trial.least_usd > terms.max_usd]:
             least = max(trial.bill.usd.p90 for trial in too_dear)
@@ -113,6 +117,15 @@ class CampaignBill:
                 f"{counted(len(too_long), 'run')} can never begin, as limits.max_hours, {longest:f}, is above max_hours"
                 " of the campaign."
             )
+
+    def _sharing(self) -> str:
+        """A sentence about the boots in the bill, and about the cap of each node."""
+        first, later = self.trials[0].bill.chosen.exposure, self.trials[1].bill.chosen.exposure
+        return (
+            f"The runs share {counted(self.nodes, 'node')}: the bill has one set-up of {first.setup_h * 60:.0f} minutes"
+            " for each, in its first run, and one for each interruption; each later run begins on the running node,"
+            f" within {later.setup_h * 3600:.0f} s. Each node may spend {self.described.max_usd / self.nodes:.2f} USD."
+        )
 
     def _worth(self) -> str:
         """A sentence about what the pruner saves, and what this assumes."""
@@ -139,9 +152,9 @@ class CampaignBill:
         }
 
 
-def price(trials: Sequence[PricedTrial], described: CampaignFile) -> CampaignBill:
-    """The bill of a campaign whose runs begin in this order. If the campaign draws values, the only trial is the file
-    for which they are drawn.
+def price(trials: Sequence[PricedTrial], described: CampaignFile, hands: Sequence[int] = ()) -> CampaignBill:
+    """The bill of a campaign whose runs begin in this order. If the campaign draws values, the only run is the file for
+    which they are drawn. `hands`: how many of the runs each node does one after another, if nodes are shared.
     """
     trials = [*trials] * (described.trials or 1)
     cases = max(100, min(FEW, PLAYED // max(1, len(trials))))
@@ -152,13 +165,14 @@ def price(trials: Sequence[PricedTrial], described: CampaignFile) -> CampaignBil
     stopped = None
     if described.pruner and all(trial.steps for trial in trials):
         share = _shares(trials, described, cases)
-        stopped = _played(trials, described, usd * share, hours * share)
+        stopped = _played(trials, described, usd * share, hours * share, hands)
     return CampaignBill(
         trials=tuple(trials),
         described=described,
         usd=quantiles_of(usd.sum(axis=0)),
-        played=_played(trials, described, usd, hours),
+        played=_played(trials, described, usd, hours, hands),
         stopped=stopped,
+        nodes=len(hands) if max(hands, default=0) > 1 else 0,
     )
 
 
@@ -174,15 +188,29 @@ def _shares(trials: Sequence[PricedTrial], described: CampaignFile, cases: int) 
     return share
 
 
-def _played(trials: Sequence[PricedTrial], described: CampaignFile, usd: Floats, hours: Floats) -> PlayedCampaigns:
+def _played(
+    trials: Sequence[PricedTrial], described: CampaignFile, usd: Floats, hours: Floats, hands: Sequence[int] = ()
+) -> PlayedCampaigns:
+    """With `hands`, each node has its share of the cap."""
     limits = [(float(trial.least_usd), float(trial.max_usd), float(trial.max_hours)) for trial in trials]
-    played = [play(limits, usd[:, case].tolist(), hours[:, case].tolist(), described) for case in range(usd.shape[1])]
-    spent, begun, ended = (quantiles_of(column) for column in np.array(played).T)
-    return PlayedCampaigns(spent, begun, ended)
+    ends = [*itertools.accumulate(hands or [len(trials)])]
+    terms = replace(described, max_usd=described.max_usd / len(hands), at_once=1) if hands else described
+    played = []
+    for case in range(usd.shape[1]):
+        of_nodes = [
+            play(limits[end - count : end], usd[end - count : end, case], hours[end - count : end, case], terms)
+            for end, count in zip(ends, hands or [len(trials)], strict=True)
+        ]
+        spent, begun, ended = zip(*of_nodes, strict=True)
+        played.append((sum(spent), sum(begun), max(ended)))
+    return PlayedCampaigns(*(quantiles_of(column) for column in np.array(played).T))
 
 
 def play(
-    limits: Sequence[tuple[float, float, float]], usd: Sequence[float], hours: Sequence[float], terms: CampaignFile
+    limits: Sequence[tuple[float, float, float]],
+    usd: Sequence[float] | Floats,
+    hours: Sequence[float] | Floats,
+    terms: CampaignFile,
 ) -> tuple[float, int, float]:
     """Plays one campaign. Returns dollars spent, runs begun, and hours until the last run ends. `limits`: for each run
     the lowest limit with which it begins, its max_usd and its max_hours. `usd`, `hours`: what each run costs and takes.

@@ -219,6 +219,8 @@ def type_cost(
         )
     except GpufleetError as unknown:
         why.append(str(unknown))
+    if runtime is not None and definition.fleet_of:  # a replacement of the node has the whole set-up: restart_s
+        runtime = replace(runtime, setup_s=min(runtime.setup_s, runtimes.WARM_S))
     return TypeCost(
         type=type_,
         instance=instance,

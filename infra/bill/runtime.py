@@ -30,8 +30,9 @@ from gpufleet.job.kind.common import PhaseSize
 
 # minutes from launch to first step by family: boot, image pull (15-20 GB: 4-6 min), staging
 SETUP_MINUTES = {"g": 8.0, "p": 15.0}
-# seconds per save in addition to the copy to host memory; on a CPU with 2 cores, a save of 1.2 GB blocked training for
-# 0.35 s
+# seconds from the end of the stage before to the first step, on a running node: image, packages and inputs are there
+WARM_S = 60.0
+# seconds per save in addition to the copy; a save of 1.2 GB on a CPU with 2 cores blocked training for 0.35 s in all
 SAVE_BLOCKS_S = 0.1
 HOST_COPY_GB_S = 4.0  # GB/s from device to host over PCIe 4.0 x8, while the training step uses it too
 NVME_WRITE_GB_S = 1.0

@@ -18,7 +18,7 @@ from gpufleet.infra import text
 from gpufleet.infra.bill import record
 from gpufleet.infra.bill.answer import amount_within, figures_within, picture
 from gpufleet.infra.bill.bill import Bill
-from gpufleet.infra.bill.limits import enough
+from gpufleet.infra.bill.limits import enough, least_usd
 from gpufleet.infra.bill.several import Several, repeated
 from gpufleet.infra.bill.side import Quantiles
 from gpufleet.infra.definition.model import StackDefinition
@@ -62,10 +62,16 @@ class StagedBill:
         )
         yield from picture(self.usd, limits.max_usd)
         yield from Sheet.build(COLUMNS, list(zip(self.launched, self.bills, strict=True))).text()
-        yield from text.wrap(
-            "A stage begins when the one before is done, and may use `up to` together with all before it:"
-            f" the rest is what later stages need. Prices: {self.together.price_age}."
+        rule = (
+            "A stage begins when the one before is done, and may use `up to` together with all before it: the rest is"
+            " what later stages need."
         )
+        if self.whole.stages[-1].fleet_of:
+            rule = (
+                "The stages share one node, whose boot is in the first one's bill. Each of them may use `up to`, and"
+                " begins however the one before ended, while what is left is enough for nine cases in ten."
+            )
+        yield from text.wrap(f"{rule} Prices: {self.together.price_age}.")
         warned: dict[str, list[str]] = {}
         for stage, bill in zip(self.launched, self.bills, strict=True):
             for warning in bill.warnings:
@@ -114,6 +120,8 @@ def price_stages(
     """The bill, and reasons to refuse the definition. There is no bill if fewer than half of all runs fit within the
     limits. `price` gives the bill of one stage; its errors are raised.
     """
+    if whole.stages[-1].fleet_of:
+        return _price_trials(whole, price, today)
     needs = [_need(price(stage)) for stage in whole.stages]
     if wrong := list(_too_low(whole, needs)):
         return None, wrong
@@ -126,6 +134,18 @@ def price_stages(
     together = repeated(list(zip(alone, bills, strict=True)), 1, today)
     staged = StagedBill(whole=whole, launched=tuple(launched), bills=tuple(bills), together=together)
     return staged, []
+
+
+def _price_trials(
+    whole: StackDefinition, price: Callable[[StackDefinition], Bill], today: date
+) -> tuple[StagedBill | None, list[Problem]]:
+    """The bill of stages that share a node: each has limits of its own, and none keeps dollars for later ones."""
+    bills, first = tuple(map(price, whole.stages)), whole.stages[0]
+    if (least := least_usd(first, bills[0])) > (usd := whole.limits.max_usd):
+        allowed = f"at least {least} USD, which nine in ten of {first.stage} need, the first stage on the node"
+        return None, [whole.problem("limits.max_usd", str(usd), allowed)]
+    together = repeated(list(zip(whole.stages, bills, strict=True)), 1, today)
+    return StagedBill(whole=whole, launched=whole.stages, bills=bills, together=together), []
 
 
 def _need(bill: Bill) -> Need:

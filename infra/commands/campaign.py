@@ -49,6 +49,7 @@ from gpufleet.infra.program import approval
 from gpufleet.infra.review import policy
 from gpufleet.job.text import counted
 
+MISSED = "what was left of their node's dollars, or its end, did not let them begin"
 LOOK_S = 60.0  # seconds between two looks at all runs
 
 
@@ -88,10 +89,12 @@ def _carried_out(args: argparse.Namespace) -> int:
         search.require_optuna()
     trials = [StackTrial.plan(trial, whole) for trial, whole in zip(listed, wholes, strict=True)]
     if described.order == "cheapest":
-        trials.sort(key=lambda entry: entry.priced.bill.usd.p90 if entry.priced else 0)
+        trials.sort(key=lambda entry: entry.priced[0].bill.usd.p90 if entry.priced else 0)
     approved = approval.of_campaign([trial.made for trial in trials if trial.made], described)
     if args.approve != approved:
-        print("\n".join(price([trial.priced for trial in trials if trial.priced], described).lines()))
+        priced = [of_run for trial in trials for of_run in trial.priced]
+        hands = [len(trial.priced) for trial in trials] if described.share_node else []
+        print("\n".join(price(priced, described, hands).lines()))
         if described.open:
             print(f"It also begins runs put into {campaigns.FOLDER}/{described.name}/, under the same cap.")
         print("This is not the approved campaign." if args.approve else f"Hash of this campaign: {approved}.")
@@ -100,6 +103,11 @@ def _carried_out(args: argparse.Namespace) -> int:
     with only_driver(root, described.name) as driver:
         _require_month(described, root, [trial.whole.definition for trial in trials])
         ledger = opened_ledger(described, [*trials, *earlier_trials(described, root)], approved, region, owners[0])
+        if described.share_node and (dealt := ledger.read().runs.keys() - {trial.name for trial in trials}):
+            raise GpufleetError(
+                f"{described.name} has dealt other runs to its nodes ({', '.join(sorted(dealt))}), and would do them"
+                " again: keep its values and at_once, or give the campaign a new name"
+            )
         if args.take_over:
             ledger.change(lambda was: was.taken_over(args.take_over, driver))
         records = CampaignRecords(store=ledger.store)
@@ -265,13 +273,11 @@ class Campaign:
             if not trial.has_begun():  # the driver was killed between the reservation and the run's begin
                 trial.begin(ledger.runs[trial.name].usd)
         lost = self.find_losers(self.trials, ledger) if own else ()
-        for trial in own:
-            if trial.name in lost and trial.name not in self.stopped:
-                print(
-                    f"{trial.name} loses, and is asked to end: it saves, and the ledger gets back what it did not use."
-                )
-                trial.stop()
-                self.stopped.add(trial.name)
+        for loser, run in ((trial, run) for trial in own for run in trial.runs):
+            if run in lost and run not in self.stopped:
+                print(f"{run} loses, and is asked to end: it saves, and the ledger gets back what it did not use.")
+                loser.stop(run)
+                self.stopped.add(run)
         if begins := self._next(ledger):
             self._begin(begins)
             return True
@@ -321,16 +327,28 @@ class Campaign:
     def _hours_left(self, ledger: CampaignLedger) -> float:
         return math.inf if self.max_hours is None else float(self.max_hours) - (self.clock() - ledger.began) / 3600
 
+    def _misfit(self, trial: CampaignTrial, ledger: CampaignLedger) -> str:
+        """Which limit of a run does not fit what is left."""
+        if (least := self._least(trial)) > ledger.rest:
+            return f"limits.max_usd: at least {least:f} USD are needed, and {ledger.rest:.2f} are left"
+        if trial.most_hours > (hours := self._hours_left(ledger)):
+            return f"limits.max_hours: {trial.most_hours:f} hours, and {max(hours, 0):.1f} are left of max_hours"
+        return "another driver was faster"
+
     def _report(self) -> int:
         ledger = self.ledger.read()
-        ended = [name for name, entry in ledger.runs.items() if entry.ended]
-        waiting = [trial.name for trial in self.trials if trial.name not in ledger.runs]
+        by_name = {trial.name: trial for trial in self.trials}
+        runs = {name: by_name[name].runs if name in by_name else (name,) for name, entry in ledger.runs.items()}
+        left_out = {run: MISSED for trial in self.trials for run in trial.left_out}
+        ended = [run for name, entry in ledger.runs.items() if entry.ended for run in runs[name] if run not in left_out]
+        left = [trial for trial in self.trials if trial.name not in ledger.runs]
+        waiting = {run: self._misfit(trial, ledger) for trial in left for run in trial.runs} | left_out
         wrong = [name for name, code in self.finished.items() if code]
         held = {name: ledger.runs[name].by for name in ledger.open_runs()}
-        _tell(self.name, ledger, waiting, wrong)
+        _tell(self.name, ledger, [*waiting], wrong)
         print(f"{counted(len(ended), 'run')} ended; {ledger.rest:.2f} of {ledger.max_usd:f} USD are left.")
-        if waiting:
-            print(f"Not begun, since their limits do not fit: {', '.join(waiting)}.")
+        for why in dict.fromkeys(waiting.values()):
+            print(f"Not begun: {', '.join(run for run in waiting if waiting[run] == why)}; {why}.")
         for name, driver in held.items():
             print(f"{name} is driven by {driver}. If that driver is gone for good: --take-over '{driver}'.")
         if wrong:

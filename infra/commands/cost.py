@@ -169,12 +169,24 @@ def _campaign(args: argparse.Namespace, root: Path, now: datetime) -> int:
     campaigns.write(trials, root)
     catalog, hazards, priced = load_catalog(day=now.date()), learn(observations(root)), []
     for trial in trials:
-        definition = stack.definition_of(argparse.Namespace(stack=trial.name), past_deadline=False)
-        bill = bill_of(definition, root, catalog, today=now.date(), hazards=hazards)
-        priced.append(PricedTrial.build(str(trial), definition, bill, is_made=trial.is_made))
+        args_of_trial = argparse.Namespace(stack=trial.name)
+        whole = stack.definition_of(args_of_trial, past_deadline=False, staged=bool(trial.members))
+        parts = zip(trial.members or (trial,), whole.parts, strict=True)
+        priced.append(
+            [
+                PricedTrial.build(
+                    str(member),
+                    definition,
+                    bill_of(definition, root, catalog, today=now.date(), hazards=hazards),
+                    is_made=trial.is_made,
+                )
+                for member, definition in parts
+            ]
+        )
     if described.order == "cheapest":
-        priced.sort(key=lambda trial: trial.bill.usd.p90)
-    campaign_bill = price(priced, described)
+        priced.sort(key=lambda trial: trial[0].bill.usd.p90)
+    hands = [len(of_node) for of_node in priced] if described.share_node else []
+    campaign_bill = price([trial for of_node in priced for trial in of_node], described, hands)
     sys.stdout.write(
         json.dumps(campaign_bill.to_json(), indent=2) + "\n" if args.json else "\n".join(campaign_bill.lines()) + "\n"
     )

@@ -8,7 +8,7 @@ import argparse
 import re
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -26,6 +26,7 @@ from gpufleet.infra.commands import stack
 from gpufleet.infra.definition import campaign as campaigns
 from gpufleet.infra.definition.campaign import VALUES, CampaignFile, DefinedTrial, write_values
 from gpufleet.infra.definition.loader import TRIALS
+from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import AwsRefused, GpufleetError
 from gpufleet.infra.program import approval, pulumi_cli
 from gpufleet.infra.program.plan import Plan
@@ -50,20 +51,29 @@ class CampaignTrial(Protocol):
     @property
     def most(self) -> Decimal: ...  # limits.max_usd
     @property
-    def most_hours(self) -> Decimal: ...  # limits.max_hours
+    def most_hours(self) -> Decimal: ...  # limits.max_hours; of trials that share a node that of the first
+    @property
+    def runs(self) -> Collection[str]: ...  # its name, or the names of the trials that share its node
+    @property
+    def left_out(self) -> Collection[str]: ...  # those of these that did not begin, once it has finished
     def is_over(self) -> bool: ...
     def has_begun(self) -> bool: ...
     def cost(self) -> Decimal | None: ...  # by its receipt; None if there is none on this machine
     def begin(self, usd: Decimal) -> None: ...  # with `usd` as its limit
-    def stop(self) -> None: ...  # as `gpufleet stop`
+    def stop(self, run: str) -> None: ...  # as `gpufleet stop`, for one of its runs
     def finish(self) -> int: ...  # results, destroy, sweep; not 0: something is missing or left
 
 
 def whole_run(name: str, root: Path) -> run_command.WholeRun:
-    """The run of a trial, whose Pulumi stack is made when the run begins."""
+    """The run of a trial, whose Pulumi stack is made when the run begins. Raises GpufleetError if it has stages that do
+    not share a node.
+    """
     args = argparse.Namespace(stack=name, approve=None, begin=False)
     engine = pulumi_cli.PulumiStack(root=root, name=name)
-    return run_command.WholeRun(args=args, definition=stack.definition_of(args), root=root, engine=engine)
+    definition = stack.definition_of(args, staged=(root / TRIALS / f"{name}.yaml").is_file())
+    if definition.stages and not definition.stages[0].shared:
+        raise GpufleetError(f"{definition.source} has stages, but this takes a single job")
+    return run_command.WholeRun(args=args, definition=definition, root=root, engine=engine)
 
 
 def results_folder(described: CampaignFile, root: Path) -> Path:
@@ -87,10 +97,11 @@ class StackTrial:
     trial: DefinedTrial
     whole: run_command.WholeRun
     made: Plan | None = None  # what it would have begun when it was planned; None if it had already begun
-    priced: PricedTrial | None = None  # its bill when it was planned
+    priced: tuple[PricedTrial, ...] = ()  # its bill when it was planned; with members the bill of each
     approved: str | None = None  # the approved hash of `compared`; None if it came later, and only the cap was approved
     compared: run_command.WholeRun | None = None  # the run itself, or the file whose values were drawn
     records: CampaignRecords | None = None  # where its documents are kept; None until there is a ledger
+    left_out: list[str] = field(default_factory=list)
 
     @classmethod
     def plan(cls, trial: DefinedTrial, whole: run_command.WholeRun) -> StackTrial:
@@ -102,7 +113,11 @@ class StackTrial:
                 raise
             message = f"{error}\nThis file is made from {trial.file}: correct that file, or the file of the campaign."
             raise GpufleetError(message) from None
-        priced = PricedTrial.build(str(trial), made.definition, made.bill, is_made=trial.is_made)
+        labels = map(str, trial.members or (trial,))
+        priced = tuple(
+            PricedTrial.build(label, part.definition, part.bill, is_made=trial.is_made)
+            for label, part in zip(labels, made.parts, strict=True)
+        )
         digits = approval.begins_with(made)
         return cls(trial=trial, whole=whole, made=made, priced=priced, approved=digits, compared=whole)
 
@@ -112,7 +127,21 @@ class StackTrial:
 
     @property
     def least(self) -> Decimal:
-        return self.priced.least_usd if self.priced else self.most
+        return self.most if self.trial.members or not self.priced else self.priced[0].least_usd
+
+    @property
+    def runs(self) -> list[str]:
+        return [member.name for member in self.members]
+
+    @property
+    def members(self) -> tuple[DefinedTrial, ...]:
+        """The trials whose stages the run has, or the trial itself."""
+        return self.trial.members or (self.trial,)
+
+    def _part(self, member: DefinedTrial) -> StackDefinition:
+        """The definition of a member: a stage of the run, or the run."""
+        parts = self.whole.definition.parts
+        return next((part for part in parts if part.stage == member.stage), self.whole.definition)
 
     @property
     def most(self) -> Decimal:
@@ -120,7 +149,7 @@ class StackTrial:
 
     @property
     def most_hours(self) -> Decimal:
-        return self.whole.definition.limits.max_hours
+        return self.whole.definition.parts[0].limits.max_hours
 
     def is_over(self) -> bool:
         return self.whole.is_over()
@@ -129,7 +158,7 @@ class StackTrial:
         return self.whole.has_begun()
 
     def cost(self) -> Decimal | None:
-        receipt = earlier_receipt(self._results / RECEIPT)
+        receipt = earlier_receipt(self._results() / RECEIPT)
         return receipt.actual if receipt else None
 
     def begin(self, usd: Decimal) -> None:
@@ -152,36 +181,47 @@ class StackTrial:
         whole.engine.select()
         whole.engine.up(approval.approval(made))
 
-    def stop(self) -> None:
-        """Asks the run to end. If it is just ending by itself, there may be nobody left to ask."""
-        definition = self.whole.definition
+    def stop(self, run: str) -> None:
+        """Asks a run to end. If it is just ending by itself, there may be nobody left to ask."""
+        definition = self._part(next(member for member in self.members if member.name == run))
         ec2, s3 = (aws.client(service, definition.fleet.region) for service in ("ec2", "s3"))
         try:
             ask(definition, ec2, s3, datetime.now(UTC), say=lambda _: None)
         except AwsRefused as error:
-            print(f"gpufleet: {self.name}: {error}", file=sys.stderr)
+            print(f"gpufleet: {run}: {error}", file=sys.stderr)
 
     def finish(self) -> int:
-        """Keeps the run's documents for the campaign, then downloads its results, destroys and sweeps."""
-        if self.records is not None:
-            documents = self.read_documents(OF_RUN)
-            values = write_values(self.trial.values)
-            self.records.keep(self.name, {**documents, VALUES: values} if documents else {})
+        """Keeps the documents of each trial for the campaign, then downloads the results, destroys and sweeps."""
+        records = self.records
+        for member in self.members if records is not None else ():
+            documents = self.read_documents(member, OF_RUN)
+            done = ends.read(documents.get(DONE))
+            if self.trial.members and METRICS not in documents and (done is None or done.reason == ends.MAX_USD):
+                self.left_out.append(member.name)
+            values = write_values(member.values)
+            assert records is not None
+            records.keep(member.name, {**documents, VALUES: values} if documents else {})
         code = self.whole.finish()
-        if self.records is not None and (self._results / RECEIPT).is_file():  # the receipt may have been made just now
-            self.records.keep(self.name, {RECEIPT: (self._results / RECEIPT).read_bytes()})
+        for member in self.members:
+            path = self._results(member) / RECEIPT  # it may have been made just now
+            if records is not None and path.is_file():
+                records.keep(member.name, {RECEIPT: path.read_bytes()})
         return code
 
-    def read_documents(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Those of the named documents that are in the run's bucket by now."""
+    def read_documents(self, member: DefinedTrial, names: Sequence[str]) -> dict[str, bytes]:
+        """Those of the named documents that are in the member's folder of the bucket by now."""
         folder = self.whole.folder()
-        contents = {name: folder.read(name) for name in names} if folder else {}
+        if folder is None:
+            return {}
+        own = replace(folder, run=self._part(member).run.id)
+        contents = {name: own.read(name) for name in names}
         return {name: content for name, content in contents.items() if content is not None}
 
-    @property
-    def _results(self) -> Path:
+    def _results(self, member: DefinedTrial | None = None) -> Path:
+        """The folder of a member's results, or of the run's."""
         definition = self.whole.definition
-        return self.whole.root / "results" / definition.name / definition.run.id
+        folder = self.whole.root / "results" / definition.name / definition.run.id
+        return folder / self._part(member).stage if member else folder
 
 
 @dataclass(kw_only=True, slots=True)
@@ -221,14 +261,19 @@ class CampaignSearch:
     def _read_all(self, ledger: CampaignLedger, trials: Sequence[CampaignTrial]) -> list[TrialProgress]:
         """The figures of the runs, in the order in which the runs began."""
         by_name = {trial.name: trial for trial in trials if isinstance(trial, StackTrial)}
-        return [self._read(name, held.ended, by_name.get(name)) for name, held in ledger.runs.items()]
+        figures = []
+        for name, held in ledger.runs.items():
+            trial = by_name.get(name)
+            members = trial.members if trial else (DefinedTrial(name=name),)
+            figures += [self._read(member, held.ended, trial) for member in members]
+        return figures
 
-    def _read(self, name: str, has_ended: bool, trial: StackTrial | None) -> TrialProgress:
-        if name in self.ended:
+    def _read(self, member: DefinedTrial, has_ended: bool, trial: StackTrial | None) -> TrialProgress:
+        if (name := member.name) in self.ended:
             return self.ended[name]
         documents: dict[str, bytes] = {}
         if trial is not None and not has_ended:
-            documents = trial.read_documents((METRICS, DONE))
+            documents = trial.read_documents(member, (METRICS, DONE))
         if not documents:  # the run has ended, and its own bucket may no longer exist
             documents = {key: self.records.read(name, key) or b"" for key in (METRICS, DONE)}
         lines, done = documents.get(METRICS, b""), ends.read(documents.get(DONE) or None)

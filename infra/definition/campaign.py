@@ -17,14 +17,18 @@ import json
 import re
 from collections.abc import Iterator
 from collections.abc import Mapping as Named
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from decimal import Decimal
+from decimal import ROUND_DOWN, Decimal
 from pathlib import Path
 from typing import Literal
 
 from gpufleet.infra.definition.layers import OVERLAID
 from gpufleet.infra.definition.loader import STACK_NAME, TRIALS, find
+from gpufleet.infra.definition.model import Limits
+from gpufleet.infra.definition.rules import RULES
 from gpufleet.infra.definition.schema import Findings, build, check_keys, entries_of, nearest
+from gpufleet.infra.definition.stages import LIMITS, MOST_ON_NODE, STAGES, STAYS
 from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, dump, find_node, merge, open_file
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.job import atomic
@@ -40,7 +44,9 @@ NAME = re.compile(r"[a-z][a-z0-9-]{0,29}[a-z0-9]")
 DIGITS = 8  # number of digits at the end of a trial's name
 MOST = 1000  # most trials; our own bound, because each trial is a bill
 SCENARIOS = "scenarios"
-NEEDED = {  # for each key, the other keys that must be set with it
+MOST_HOURS = Decimal(RULES[Limits, "max_hours"].maximum or 0)
+OF_TRIAL = ("job", "estimate", LIMITS)  # sections in which trials on one node may differ
+NEEDED = {  # for each key, other keys that it needs
     "metric": ("direction",),
     "direction": ("metric",),
     "pruner": ("metric", "every"),
@@ -83,6 +89,7 @@ class CampaignFile:
     max_usd: Decimal = field(metadata={"minimum": 0.01, "maximum": 1_000_000})
     max_hours: Decimal | None = field(default=None, metadata={"minimum": 0.01, "maximum": 8784})  # wall-clock hours
     at_once: int = field(default=1, metadata={"minimum": 1, "maximum": 100})
+    share_node: bool = False  # whether a node takes the next trial when one ends
     order: Literal["listed", "cheapest"] = "listed"
     open: bool = False
     metric: str | None = None  # the name of the metric value in metrics.jsonl by which trials are compared
@@ -116,6 +123,13 @@ class DefinedTrial:
     values: Named[str, str] = field(default_factory=dict)
     text: str | None = None  # the text of its definition; None if the definition is a file of stacks/
     is_made: bool = False  # whether the campaign writes its definition
+    members: tuple[DefinedTrial, ...] = ()  # the trials that one node does one after another; this is then their run
+    tree: Mapping | None = field(default=None, compare=False, repr=False)  # the text as a tree
+
+    @property
+    def stage(self) -> str:
+        """The name of this trial's stage if it shares a node."""
+        return f"t{self.name[-DIGITS:]}"
 
     def __str__(self) -> str:
         return show_values(self.values) or self.name
@@ -156,6 +170,11 @@ def load(name: str, root: Path) -> CampaignFile:
             findings.add(f".{other}", f"a value, as {key} needs it")
     if "draw" in tree.entries and (grid or rows or len(campaign.files) > 1):
         findings.add("draw", "a file alone, without grid and list", value="beside other values")
+    if campaign.share_node and (not (grid or rows) or len(campaign.files) > 1 or campaign.open):
+        allowed = "true only with one file, its grid or list, and without open and draw"
+        findings.add(".share_node", allowed, value="true")
+    if campaign.share_node and campaign.order != "listed":
+        findings.add(".order", "listed, as share_node is true", value=campaign.order)
     if findings.problems:
         raise DefinitionError(str(path), findings.problems)
     return replace(campaign, grid=grid, list=rows, draw=draw)
@@ -176,7 +195,57 @@ def trials(campaign: CampaignFile, root: Path) -> list[DefinedTrial]:
     if twice := sorted({trial.name for trial in made if [other.name for other in made].count(trial.name) > 1}):
         shown = next(str(trial) for trial in made if trial.name == twice[0])
         raise GpufleetError(f"{FOLDER}/{campaign.name}.yaml: {shown} twice; to repeat a trial, give it another seed")
-    return made
+    return _dealt(campaign, made) if campaign.share_node else made
+
+
+def _dealt(campaign: CampaignFile, made: list[DefinedTrial]) -> list[DefinedTrial]:
+    """The trials, dealt to one run for each node, whose stages they are. Each run may spend an equal share of the cap.
+    Raises GpufleetError if a node would get too many trials.
+    """
+    if len(made) > (most := campaign.at_once * MOST_ON_NODE):
+        where = f"{FOLDER}/{campaign.name}.yaml"
+        raise GpufleetError(f"{where}: {len(made)} trials; with share_node and this at_once at most {most} are allowed")
+    hands = [tuple(made[number :: campaign.at_once]) for number in range(min(campaign.at_once, len(made)))]
+    share = (campaign.max_usd / len(hands)).quantize(Decimal("0.01"), ROUND_DOWN)
+    return [_of_node(campaign, hand, share) if len(hand) > 1 else hand[0] for hand in hands]
+
+
+def _of_node(campaign: CampaignFile, members: tuple[DefinedTrial, ...], share: Decimal) -> DefinedTrial:
+    """The run whose stages are these trials. Its limits are `share`, and the hours of all trials together, at most
+    those of the campaign. Raises GpufleetError if they differ in what belongs to the node.
+    """
+    trees = [member.tree.entries for member in members if member.tree]
+    hours = [find_node(member.tree, "limits.max_hours") for member in members if member.tree]
+    limits = {"max_usd": f"{share:f}"}
+    with suppress(ArithmeticError):  # a text that is no number is reported when the definition is read
+        together = sum(Decimal(node.text) for node in hours if isinstance(node, Scalar))
+        limits["max_hours"] = f"{min(together, campaign.max_hours or MOST_HOURS, MOST_HOURS):f}"
+    stages: list[Node] = []
+    for index, (member, entries) in enumerate(zip(members, trees, strict=True)):
+        stay = {STAYS: _scalar("true")} if index else {}
+        laid = {key: entries[key] for key in OF_TRIAL if key in entries}
+        stages.append(_mapping({"name": _scalar(member.stage), **stay, **laid}))
+    rest, *others = (
+        {key: node for key, node in entries.items() if key not in (*OF_TRIAL, "rehearsal", "goal")} for entries in trees
+    )
+    texts = [{key: dump(_mapping({key: node})) for key, node in part.items()} for part in (rest, *others)]
+    if differing := sorted({key for text in texts for key in text if text[key] != texts[0].get(key)}):
+        allowed = f"with share_node trials may differ in {', '.join(OF_TRIAL)}"
+        raise GpufleetError(f"{FOLDER}/{campaign.name}.yaml: trials differ in {', '.join(differing)}; {allowed}")
+    whole = merge(trees[0].get(LIMITS), _mapping({key: _scalar(text) for key, text in limits.items()}))
+    tree = _mapping({**rest, LIMITS: whole, STAGES: Items(path="", line=0, items=stages)})
+    digest = hashlib.sha256("\n".join(member.name for member in members).encode()).hexdigest()[:DIGITS]
+    head = f"# {counted(len(members), 'trial')} of {FOLDER}/{campaign.name}.yaml on one node"
+    text = f"{head}\n\n{dump(tree)}"
+    return replace(members[0], name=f"{campaign.name}-{digest}", values={}, text=text, members=members, tree=tree)
+
+
+def _scalar(text: str) -> Scalar:
+    return Scalar(path="", line=0, text=text)
+
+
+def _mapping(entries: dict[str, Node]) -> Mapping:
+    return Mapping(path="", line=0, entries=entries)
 
 
 def define_drawn(campaign: CampaignFile, values: Named[str, str], root: Path) -> DefinedTrial:
@@ -201,8 +270,7 @@ def lower_limit(name: str, usd: Decimal, root: Path) -> None:
     """Writes `usd` as limits.max_usd into a definition that the campaign has made. Raises GpufleetError."""
     path = root / TRIALS / f"{name}.yaml"
     _, tree = open_file(path)
-    limits = Mapping(path="", line=0, entries={"max_usd": Scalar(path="", line=0, text=f"{usd:f}")})
-    laid = merge(tree, Mapping(path="", line=0, entries={"limits": limits}))
+    laid = merge(tree, _mapping({LIMITS: _mapping({"max_usd": _scalar(f"{usd:f}")})}))
     assert isinstance(laid, Mapping)
     atomic.write_bytes(path, f"# With what is left of its campaign's dollars.\n\n{dump(laid)}".encode())
 
@@ -312,7 +380,8 @@ def _trial(campaign: CampaignFile, file: str, values: dict[str, Node], root: Pat
     assert isinstance(laid, Mapping)
     digest = hashlib.sha256("\n".join([path.stem, *(f"{key}={shown[key]}" for key in sorted(shown))]).encode())
     made = DefinedTrial(name=f"{campaign.name}-{digest.hexdigest()[:DIGITS]}", file=file, values=shown, is_made=True)
-    return replace(made, text=f"# Trial of {FOLDER}/{campaign.name}.yaml, from {file}: {made}\n\n{dump(laid)}")
+    text = f"# Trial of {FOLDER}/{campaign.name}.yaml, from {file}: {made}\n\n{dump(laid)}"
+    return replace(made, text=text, tree=laid)
 
 
 def _as_text(node: Node) -> str:

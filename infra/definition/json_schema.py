@@ -38,9 +38,9 @@ from gpufleet.infra.definition.model import Account, Estimate, Fleet, Interrupti
 from gpufleet.infra.definition.rules import REQUIRED
 from gpufleet.infra.definition.schema import READY_MADE, SECTIONS, rule_of_key
 from gpufleet.infra.definition.stages import KEYS as STAGE_KEYS
-from gpufleet.infra.definition.stages import MOST as MOST_STAGES
+from gpufleet.infra.definition.stages import MOST_ON_NODE as MOST_STAGES
 from gpufleet.infra.definition.stages import NAME as STAGE_NAME
-from gpufleet.infra.definition.stages import RERUN, STAGES
+from gpufleet.infra.definition.stages import RERUN, STAGES, STAYS
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.kind import COMMAND, EXPERIMENTS
 from gpufleet.job.kind.command import (
@@ -188,6 +188,8 @@ def schema() -> Schema:
         "job": {"oneOf": [{"required": ["experiment"]}, {"required": ["command"]}]}
     }  # each stage has its own job
     of_stage = {key: laid_over.get(key, {"type": "object"}) for key in STAGE_KEYS if key != "name"}
+    stays = "begins on the node of the stage before it, however that one ended: in all stages but the first, or in none"
+    switch: Schema = {"type": "boolean", "enum": [True], "description": stays}
     named = pattern(f"^{STAGE_NAME.pattern}$", "1 to 20 of a-z, 0-9 and _, beginning with a letter")
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -203,7 +205,7 @@ def schema() -> Schema:
                 "maxItems": MOST_STAGES,
                 "items": {
                     "type": "object",
-                    "properties": {"name": {"type": "string", **named}, **of_stage},
+                    "properties": {"name": {"type": "string", **named}, **of_stage, STAYS: switch},
                     "required": ["name"],
                     "additionalProperties": False,
                 },

@@ -366,10 +366,13 @@ class StackDefinition:
     # The stages in the order in which they run; empty if the file has none. Each stage is a run of its own in this
     # run's folder. The other fields of a definition with stages are those of its first stage.
     stages: tuple[StackDefinition, ...] = ()
-    before: tuple[str, ...] = ()  # the names of the stages before this one
-    next_stage: str = ""  # the name of the stage after this one
-    # the folders (RUN/STAGE) of another run's stages that this run uses instead of repeating them
-    taken: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()  # of a stage: the names of the stages before it
+    next_stage: str = ""  # of a stage: the name of the stage after it
+    # Of a stage on the node of the stages before it: the first of these, whose fleet it uses. Of every stage that
+    # shares a node: the limits of all of them together, while `limits` are its own.
+    fleet_of: str = ""
+    shared: Limits | None = None
+    taken: tuple[str, ...] = ()  # of a stage: the folders (RUN/STAGE) of another run's stages that this run takes over
     own_data: bool = False  # whether a scenario itself states the counts of its data (job.parameters.data)
     # the file's tree; None if the definition was not read from a file
     tree: Mapping | None = field(default=None, compare=False, repr=False)
@@ -385,8 +388,18 @@ class StackDefinition:
 
     @property
     def parts(self) -> tuple[StackDefinition, ...]:
-        """The parts that have a fleet of their own: the stages, or the definition itself if it has none."""
+        """The stages, or the definition itself if it has none."""
         return self.stages or (self,)
+
+    @property
+    def with_fleets(self) -> tuple[StackDefinition, ...]:
+        """The parts that have a fleet of their own."""
+        return tuple(part for part in self.parts if not part.fleet_of)
+
+    @property
+    def fleet_run(self) -> str:
+        """The run id in the tags of the fleet that this part uses."""
+        return f"{self.run.id.partition('/')[0]}/{self.fleet_of}" if self.fleet_of else self.run.id
 
     def changed(self, change: Callable[[StackDefinition], StackDefinition]) -> StackDefinition:
         """The definition with `change` applied to it and to each of its stages."""

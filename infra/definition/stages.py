@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from gpufleet.infra.definition.model import Run, StackDefinition, Storage
+from gpufleet.infra.definition.model import Limits, Run, StackDefinition, Storage
 from gpufleet.infra.definition.rules import RULES
 from gpufleet.infra.definition.schema import Findings, check_keys, entries_of
 from gpufleet.infra.definition.schema import build as build_section
@@ -21,11 +21,12 @@ from gpufleet.infra.errors import Problem, of_form
 from gpufleet.job.kind import JobConfig
 
 STAGES, REHEARSAL, INTERRUPTIONS = "stages", "rehearsal", "interruptions"
-LAID = ("job", "fleet", "estimate")  # sections of the file whose keys an entry may replace
-KEYS = ("name", *LAID, REHEARSAL)
-# a stage's name is also that of a folder, and is part of a tag and of {inputs.NAME}
-NAME = re.compile(r"[a-z][a-z0-9_]{0,19}")
-MOST = 8  # the limit is our own, because each stage has a fleet
+LAID = ("job", "fleet", "estimate")  # sections that an entry lays over the file
+STAYS, LIMITS = "stays", "limits"
+KEYS = ("name", *LAID, REHEARSAL, STAYS, LIMITS)
+NAME = re.compile(r"[a-z][a-z0-9_]{0,19}")  # becomes a folder's name, a tag, and {inputs.NAME}
+MOST = 8  # our own bound, because each stage has a fleet
+MOST_ON_NODE = 24  # with `stays`; our own bound, because the node's rights name each stage's files
 RERUN = "rerun"
 
 
@@ -42,12 +43,16 @@ Build = Callable[[Mapping, Earlier], tuple[StackDefinition, list[Problem]]]
 
 
 def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]:
-    """The definition of a file with `stages`, and its problems. `build` reads the tree of one stage; the stages before
-    it are passed to it. If the file has `rerun`, the stages before its `from` belong to another run.
+    """The definition of a file with `stages`, and its problems. `build` reads the tree of one stage and gets the stages
+    before it. If the file has `rerun`, the stages before its `from` belong to another run.
+
+    With `stays`, the stages are trials: they share the first one's fleet, and each begins on the node of the one before
+    it, however that one ended. Each has limits of its own, and the file's limits are for all of them together.
     """
     findings, built, problems = Findings(tree=tree), list[StackDefinition](), list[Problem]()
     rest = {key: node for key, node in tree.entries.items() if key not in (STAGES, "scenarios", RERUN)}
     entries = list(_entries(tree, findings))
+    on_one_node = _share_a_node([entry for _, entry in entries], tree, findings)
     earlier, begin = _rerun(tree, [entry for _, entry in entries], findings)
     taken: list[str] = []
     names: list[str] = []
@@ -55,7 +60,7 @@ def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]
     for index, (path, entry) in enumerate(entries):
         check_keys(entry, list(KEYS), path, findings)
         name = _name(entry.get("name"), path, [*names, *(folder.partition("/")[2] for folder in taken)], findings)
-        own = {key: merge(rest.get(key), entry[key]) for key in LAID if key in entry}
+        own = {key: merge(rest.get(key), entry[key]) for key in (*LAID, LIMITS) if key in entry}
         if isinstance(rehearsal := entry.get(REHEARSAL), Mapping) and INTERRUPTIONS in rehearsal.entries:
             own[REHEARSAL] = merge(rest.get(REHEARSAL), _reduced_to(rehearsal, INTERRUPTIONS))
         stage, wrong = build(replace(tree, entries={**rest, **own}), Earlier(tuple(names), tuple(taken)))
@@ -68,14 +73,45 @@ def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]
             continue
         before, run = tuple(names), replace(stage.run, id=f"{stage.run.id}/{name}")
         names.append(name)
-        built.append(replace(stage, run=run, before=before))
+        first = built[0] if built and on_one_node else None
+        if first is not None and _of_node(stage) != _of_node(first):
+            findings.add(f"{path}.job", f"the image, device and rights of the stage {first.stage}, whose node it uses")
+        built.append(replace(stage, run=run, before=before, fleet_of=first.stage if first else ""))
     if not built:
         return build(replace(tree, entries=rest), Earlier())[0], findings.problems
     built = [replace(definition, next_stage=name) for definition, name in zip(built, [*names[1:], ""], strict=True)]
     storage = build_section(Storage, tree.entries.get("storage"), "storage", Findings(tree=tree))
     run = replace(built[0].run, id=built[0].run.id.partition("/")[0])
-    whole = replace(built[0], run=run, storage=storage, before=(), taken=(), next_stage="", stages=tuple(built))
+    limits = built[0].limits
+    if on_one_node:
+        limits = build_section(Limits, rest.get(LIMITS), LIMITS, findings)
+        built = [replace(stage, shared=limits) for stage in built]
+    whole = replace(
+        built[0], run=run, storage=storage, limits=limits, before=(), taken=(), next_stage="", stages=tuple(built)
+    )
     return replace(whole, tree=tree), [*findings.problems, *problems]
+
+
+def _share_a_node(stages: Sequence[dict[str, Node]], tree: Mapping, findings: Findings) -> bool:
+    """Whether the stages share one node: then all but the first have `stays`. Reports keys that do not go together."""
+    stay = [isinstance(node := entry.get(STAYS), Scalar) and node.text == "true" for entry in stages]
+    for index, entry in enumerate(stages):
+        path, node = f"{STAGES}[{index}]", entry.get(STAYS)
+        if (any(stay) and stay[index] != bool(index)) or (node is not None and not stay[index]):
+            allowed = "true in every stage but the first, or in none"
+            findings.add(f"{path}.{STAYS}", allowed, value=node.text if isinstance(node, Scalar) else "none")
+        for key, is_wrong in (("fleet", any(stay)), (LIMITS, not any(stay))):
+            if key in entry and is_wrong:
+                findings.add(f"{path}.{key}", f"only for stages {'without' if any(stay) else 'with'} {STAYS}: true")
+    if any(stay) and RERUN in tree.entries:
+        findings.add(RERUN, f"only for stages without {STAYS}: true")
+    return any(stay)
+
+
+def _of_node(stage: StackDefinition) -> tuple[object, ...]:
+    """What a node gets from its fleet, so that stages on one node must have it in common."""
+    job = stage.job.parameters
+    return stage.job.images, job.device, job.demands.container_options, job.demands.node_role
 
 
 def _rerun(tree: Mapping, stages: Sequence[dict[str, Node]], findings: Findings) -> tuple[str, int]:
@@ -127,7 +163,9 @@ def _entries(tree: Mapping, findings: Findings) -> list[tuple[str, dict[str, Nod
     """The path of each stage in the file, and its entries."""
     listed, allowed = tree.entries[STAGES], f"a list of 2 to {MOST} stages, each with {', '.join(KEYS)}"
     items = listed.items if isinstance(listed, Items) else []
-    if not 2 <= len(items) <= MOST:
+    stay = any(isinstance(item, Mapping) and STAYS in item.entries for item in items)
+    if not 2 <= len(items) <= (MOST_ON_NODE if stay else MOST):
+        allowed = allowed.replace(str(MOST), str(MOST_ON_NODE)) if stay else allowed
         findings.add(STAGES, allowed, value=f"{len(items)} of them" if isinstance(listed, Items) else None)
         return []
     paths = [f"{STAGES}[{index}]" for index in range(len(items))]

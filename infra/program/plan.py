@@ -72,15 +72,24 @@ class Plan:
 
     @property
     def parts(self) -> tuple[Plan, ...]:
-        """The plans that have a fleet of their own: the stages, or this plan if it has none."""
+        """The plans of the stages, or this plan if it has none."""
         return self.stages or (self,)
+
+    @property
+    def with_fleets(self) -> tuple[Plan, ...]:
+        """The plans that have a fleet of their own."""
+        return tuple(part for part in self.parts if not part.definition.fleet_of)
+
+    @property
+    def config_sha256(self) -> str:
+        return hashlib.sha256(self.run_config.encode()).hexdigest()
 
     def user_data(self, bucket: str, log_group: str, schedule: str, notify: str = "") -> str:
         """The node's script in base64. The program calls this after AWS has returned the names."""
         script = user_data.render(
             **user_data.known(self.definition),
             archive_sha256=self.archive.sha256,
-            run_config_sha256=hashlib.sha256(self.run_config.encode()).hexdigest(),
+            run_config_sha256=self.config_sha256,
             bucket=bucket,
             log_group=log_group,
             schedule=schedule,
@@ -303,10 +312,10 @@ def _in_stages(whole: StackDefinition, job_files: list[JobFiles], shared: Shared
     if wrong and not continues:
         raise DefinitionError(str(whole.source), wrong)
     late = [] if continues else _unconfirmed(whole)
-    plans = tuple(
-        _plan(stage, bill, files, shared, late=late, whole_usd=staged.usd)
-        for stage, bill, files in zip(staged.launched, staged.bills, job_files, strict=True)
-    )
+    plans: tuple[Plan, ...] = ()
+    for stage, bill, files in reversed(list(zip(staged.launched, staged.bills, job_files, strict=True))):
+        later = plans[0] if plans and plans[0].definition.fleet_of else None
+        plans = (_plan(stage, bill, files, shared, late=late, whole_usd=staged.usd, following=later), *plans)
     warnings = tuple(dict.fromkeys(warning for plan in plans for warning in plan.warnings))
     return replace(plans[0], definition=whole, stages=plans, staged=staged, warnings=warnings)
 
@@ -326,8 +335,9 @@ def _plan(
     cheaper: Cheaper | None = None,
     late: list[str],
     whole_usd: Quantiles | None = None,
+    following: Plan | None = None,
 ) -> Plan:
-    """The plan of a stage, or of a run without stages."""
+    """The plan of a stage, or of a run without stages. `following`: the plan of the stage that begins on its node."""
     far = [ecr.abroad(image, definition.fleet.region) for image in definition.job.images]
     config = run_config.run_config(
         definition,
@@ -336,6 +346,7 @@ def _plan(
         expires=shared.verdict.run.valid_until,
         fallbacks=fallbacks or [],
         whole_usd=whole_usd,
+        following={"stage": following.definition.stage, "sha256": following.config_sha256} if following else None,
     )
     return Plan(
         now=shared.now,

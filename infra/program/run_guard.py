@@ -254,6 +254,7 @@ def creation_digest(definition: StackDefinition, *, version: str = DIGESTS[0]) -
             if definition.stages
             else {}
         ),
+        **({"fleet_of": definition.fleet_of} if definition.fleet_of else {}),
         **({"taken": definition.taken} if definition.taken else {}),
         **({"goal": _digested(definition.goal, version)} if definition.goal != Goal() else {}),
         **({"account": _digested(definition.account, version)} if definition.account != Account() else {}),
@@ -281,8 +282,8 @@ def _digested(value: Any, version: str) -> Any:
 
 
 def timer_seconds(definition: StackDefinition) -> int:
-    """Seconds after its boot at which a node ends itself, even if the job hangs."""
-    hours = definition.fleet.market.timer_hours(definition.limits.max_hours)
+    """So many seconds after its boot a node ends itself, even if the job hangs."""
+    hours = definition.fleet.market.timer_hours((definition.shared or definition.limits).max_hours)
     return int(hours * 3600) + int(TIMER_MARGIN.total_seconds())
 
 

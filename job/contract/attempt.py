@@ -46,7 +46,11 @@ class Node:
     launched_at: float
     pulled_s: str = ""  # seconds that the node took to pull its images; empty if unknown
     address: str = ""  # the address at which the run's other nodes reach this node; empty if there are none
-    capacity: str = ""  # spot or on-demand; empty if it is the market of the run
+    capacity: str = ""  # spot or on-demand; empty if it is the run's
+    # For a stage on the node of the stage before it: when that one ended, in epoch seconds. The node counts as launched
+    # then, if it trained before; `older_s` is then how long it had run.
+    since: float = 0.0
+    older_s: Decimal = Decimal(0)
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str], now: float) -> Node:
@@ -60,6 +64,8 @@ class Node:
             pulled_s=variables.get(environment.PULLED_S, ""),
             address=variables.get(environment.ADDRESS, ""),
             capacity=variables.get(environment.CAPACITY, ""),
+            since=epoch(variables.get(environment.SINCE, "")) or 0.0,
+            older_s=Decimal(variables.get(environment.OLDER_S, "0")),
         )
 
 
@@ -152,9 +158,11 @@ class AttemptRecord:
     capacity: Market = ""  # empty if it is the market of the run
     launched_at: Time = ""
     booted_at: str = ""
-    manifest_at_boot: Key | None = None  # the key of the newest manifest when the node booted
-    # The times at which other nodes ended, in epoch seconds. They are kept because AWS shows them only for two days.
-    # For a node without a record, the time of its launch is kept too.
+    older_s: Decimal | None = None  # seconds from the machine's launch to `launched_at`; None if they are the same
+    stayed: bool = False  # whether the machine went on for the next stage
+    manifest_at_boot: Key | None = None  # key of the newest manifest at boot
+    # When other nodes ended, in epoch seconds, kept because AWS forgets it. For a node without a record the launch is
+    # kept too.
     ended: Mapping[str, Moment] = field(default_factory=dict)
     untold: Mapping[str, Moment] = field(default_factory=dict)
     # Fields that the supervisor writes.
@@ -182,7 +190,7 @@ class AttemptRecord:
 
     def to_json(self) -> dict[str, Any]:
         tree = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "machine"}
-        tree |= {name: float(tree[name]) for name in ("started_s", "pulled_s") if tree[name] is not None}
+        tree |= {name: float(tree[name]) for name in ("started_s", "pulled_s", "older_s") if tree[name] is not None}
         for key in ("ended", "untold"):
             tree[key] = {name: iso(at) for name, at in tree[key].items()}
         tree["exit"] = self.exit and self.exit.to_json()

@@ -29,6 +29,8 @@ FAILURES = (FAILED, BOOT_LOOP)
 NODE_ENDED = (BOOT_LOOP, TIMER)
 LIMITS = (MAX_USD, MAX_HOURS, DEADLINE, EXPIRY)
 EARLY = (*LIMITS, STOPPED, FLEET_GONE)  # reasons for an end before the planned one that are no failure
+# Reasons after which the next stage may begin on the same node: the fleet lives on, and nothing hangs on the node.
+LEAVES_NODE = (FINISHED, FAILED, STOPPED, MAX_USD, MAX_HOURS, BOOT_LOOP)
 GRADED = (FINISHED, MAX_USD, MAX_HOURS)  # reasons for an end to which the bill's p10 and p90 apply
 
 

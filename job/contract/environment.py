@@ -8,7 +8,9 @@ RUN_URI = "GPUFLEET_RUN_URI"  # s3://BUCKET/RUN, or a folder, for the run's file
 INSTANCE_ID, INSTANCE_TYPE = "GPUFLEET_INSTANCE_ID", "GPUFLEET_INSTANCE_TYPE"
 ZONE = "GPUFLEET_ZONE"
 CAPACITY = "GPUFLEET_CAPACITY"  # this node's market, spot or on-demand, if the run may use both
-LAUNCHED_AT = "GPUFLEET_LAUNCHED_AT"  # the node's launch in UTC, in ISO format
+LAUNCHED_AT = "GPUFLEET_LAUNCHED_AT"  # UTC, ISO
+# for a stage on the node of the stage before it: when that one ended (UTC, ISO), and the machine's age at LAUNCHED_AT
+SINCE, OLDER_S = "GPUFLEET_SINCE", "GPUFLEET_OLDER_S"
 NODE_UPTIME = "GPUFLEET_NODE_UPTIME"  # the machine's uptime in seconds when the node's program began
 # The supervisor sets this for its child processes: the time at which the machine booted, in epoch seconds by the
 # machine's clock.

@@ -122,18 +122,21 @@ def document(
     gather_s: float | None = None,
     goal: Mapping[str, str] = MappingProxyType({}),
     before: Sequence[str] = (),
+    own: Mapping[str, str] | None = None,
+    least_usd: str | None = None,
+    following: Mapping[str, str] | None = None,
     whole_usd: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The object of run.json; money and hours become decimal strings, times are UTC, ISO.
 
-    `rates`: for each type {"on_demand", "spot": {zone: USD}, "gpus"}, and for several nodes also "gbps" and "efa";
-    `extras`: {"hourly_usd": {line: USD}, "fixed_usd"}. `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri",
-    "sha256", "files"}}, and `base_weights` like `dataset` where the run has them; a `uri` of None means that the files
-    are below inputs/<sha256>/ in the run's own bucket. A command has "code" like `dataset` (and "commit", "changed")
-    and "folders": {name: like `dataset`} in place of dataset and base weights. `expires` is the time at which AWS ends
-    the fleet. `image` is set if a command's speed is that of its own image. `nodes`, `fallback`, `gather_s` and
-    `before` are what contract/terms.py reads; these, `goal` and `whole_usd` are left out if they have the defaults of
-    that file.
+    `rates`: per type {"on_demand", "spot": {zone: USD}, "gpus"}, of several nodes with "gbps" and "efa"; `extras`:
+    {"hourly_usd": {line: USD}, "fixed_usd"}. `inputs`: {"archive": {"sha256", "bytes"}, "dataset": {"uri", "sha256",
+    "files"}}, and `base_weights` like `dataset` where the run has them; a `uri` of None means that the files lie under
+    inputs/<sha256>/ of the run's own bucket. A command has "code" like `dataset` (and "commit", "changed") and
+    "folders": {name: like `dataset`} in place of dataset and base weights. `expires` is the time at which AWS ends the
+    fleet. `image` is set if a command's speed is that of its own image. `nodes`, `fallback`, `gather_s`, `before`,
+    `own`, `least_usd` and `following` are what contract/terms.py reads; these, `goal` and `whole_usd` are left out
+    if they have the defaults of that file.
     """
     optional: dict[str, tuple[Any, Any]] = {
         "nodes": (nodes, 1),
@@ -141,6 +144,9 @@ def document(
         "fallback": (fallback, None),
         "goal": (dict(goal), {}),
         "before": (list(before), []),
+        "own": (own, None),
+        "least_usd": (least_usd, None),
+        "following": (following, None),
         "whole_usd": (whole_usd, None),
     }
     return {

@@ -35,6 +35,13 @@ def hours(seconds: Decimal) -> Decimal:
     return seconds / HOUR_S
 
 
+def least_s(older_s: Decimal) -> Decimal:
+    """The least number of billed seconds of a node that had run for `older_s` before. The minimum charge of its start
+    is in what it cost before.
+    """
+    return Decimal(0) if older_s else MINIMUM_S
+
+
 @dataclass(frozen=True)
 class History:
     """One answer of AWS. Times are epoch seconds. `there`: the nodes that have not ended; None if unknown."""
@@ -89,8 +96,9 @@ class Attempt:
 
     @property
     def free_usd(self) -> Decimal:
-        """USD of compute that AWS does not charge."""
-        return self.compute_usd if self.reclaimed and self.seconds < aws.FREE_S else Decimal(0)
+        """The compute that AWS does not charge."""
+        free = self.reclaimed and (self.record.older_s or 0) + self.seconds < aws.FREE_S
+        return self.compute_usd if free else Decimal(0)
 
     @property
     def last_step(self) -> int:
@@ -113,7 +121,7 @@ def count_node(
     """The cost of the node that this record names. `until`: the launch of the next node; None if there is none."""
     rates, last = terms.rates(node.type, node.zone, node.capacity), beat or Beat()
     lived = _lived_s(node, beat, lives, until)
-    seconds = max(lived, MINIMUM_S)
+    seconds = max(lived, least_s(node.older_s or Decimal(0)))
     metered = last.attempt_s
     compute = rates.ceiling * hours(metered) if last.compute_usd is None else last.compute_usd
     tail = max(seconds - metered, Decimal(0))
@@ -133,7 +141,8 @@ def count_node(
 
 
 def _lived_s(node: AttemptRecord, beat: Beat | None, lives: Lives, until: float | None) -> Decimal:
-    launched, last, ended = node.launched, beat or Beat(), lives.ended.get(node.instance)
+    launched, last = node.launched, beat or Beat()
+    ended = None if node.stayed else lives.ended.get(node.instance)  # the machine went on for the next stage
     lived = last.attempt_s if last.lived_s is None else last.lived_s
     if not launched:
         return lived
@@ -194,7 +203,8 @@ class OtherNodes:
     def take(self, history: History, now: float) -> None:
         """Adds the facts in an answer of AWS."""
         self._is_asked, self._asked_at = True, now
-        self._launched, self.ended = {**self._launched, **history.launched}, {**self.ended, **history.ended}
+        launched = {name: at for name, at in history.launched.items() if at >= self.own.since}
+        self._launched, self.ended = {**self._launched, **launched}, {**self.ended, **history.ended}
         for name in self._doubtful_names() if history.there is not None else ():
             if name in (history.there or ()):
                 self._seen[name] = now
@@ -244,7 +254,7 @@ class OtherNodes:
         """The limits on what this node, and the nodes that train with it, may still spend."""
         rates, (usd, seconds) = terms.rates(self.own.type, self.own.zone, self.own.capacity), self.total(terms)
         return Means(
-            terms=terms,
+            terms=replace(terms, limits=terms.limits_after(*self.before)),
             usd_per_hour=terms.nodes * (rates.ceiling + rates.extras),
             before=Spent(spent_usd=terms.fixed_usd + usd, spent_s=seconds, at=self.own.launched_at),
         )

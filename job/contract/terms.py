@@ -5,7 +5,7 @@ The node's own Python reads this file, so it must work with Python 3.9.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 
 from gpufleet.job.contract import reading
@@ -97,6 +97,22 @@ class FallbackTerms:
 
 
 @dataclass(frozen=True)
+class OwnLimits:
+    """The limits of one of several stages that train one after another on one node."""
+
+    max_usd: Decimal
+    max_hours: Decimal
+
+
+@dataclass(frozen=True)
+class Following:
+    """The stage that begins on this node when this one ends, and the sha256 of its run.json."""
+
+    stage: str
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Terms:
     """Limits, and the prices of at least one type."""
 
@@ -108,7 +124,20 @@ class Terms:
     nodes: int = 1  # number of nodes that train together
     gather_s: float | None = None  # seconds that nodes wait for others before all leave; None if they wait for ever
     fallback: FallbackTerms | None = None
-    before: tuple[str, ...] = ()  # for a stage: the stages before it, whose cost is included in what was spent
+    before: tuple[str, ...] = ()  # for a stage: the stages before it, whose money counts too
+    # For stages on one node: `limits` are of all of them together, and `own` of this stage alone. A stage does not
+    # begin if less than `least_usd` is left.
+    own: OwnLimits | None = None
+    least_usd: Decimal = Decimal(0)
+    following: Following | None = None
+
+    def limits_after(self, usd: Decimal, seconds: Decimal) -> RunLimits:
+        """The limits of what this stage and those before it spend together, if those before spent this much."""
+        if self.own is None:
+            return self.limits
+        max_usd = min(self.limits.max_usd, usd + self.own.max_usd)
+        max_hours = min(self.limits.max_hours, seconds / 3600 + self.own.max_hours)
+        return replace(self.limits, max_usd=max_usd, max_hours=max_hours)
 
     @property
     def is_gang(self) -> bool:
@@ -157,6 +186,9 @@ def read(run: Fields) -> Terms:
         gather_s=run.take("gather_s", reading.seconds, None),
         fallback=reading.filled(FallbackTerms, run.section("fallback")) if "fallback" in run.tree else None,
         before=run.take("before", reading.listed(reading.text), ()),
+        own=reading.filled(OwnLimits, run.section("own")) if "own" in run.tree else None,
+        least_usd=run.take("least_usd", reading.unsigned, Decimal(0)),
+        following=reading.filled(Following, run.section("following")) if "following" in run.tree else None,
     )
 
 

@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -28,12 +29,13 @@ from gpufleet.job.contract import done as ends
 from gpufleet.job.contract import terms
 from gpufleet.job.contract.attempt import SLOW, SUPERSEDED, AttemptRecord, Exit, Node
 from gpufleet.job.contract.aws import FLEET_TAG, FREE_S, NOTICE_PATH
-from gpufleet.job.contract.bucket import ASKED, ATTEMPTS, DONE, HEARTBEATS, attempt_key, boot_log_key, stage_of
+from gpufleet.job.contract.bucket import ARCHIVE, ASKED, ATTEMPTS, DONE, HEARTBEATS, attempt_key, boot_log_key, stage_of
 from gpufleet.job.contract.codes import AttemptExit
 from gpufleet.job.contract.messages import AskAgain
-from gpufleet.job.contract.reading import Fields, iso
+from gpufleet.job.contract.reading import Fields, epoch, iso
 from gpufleet.job.contract.spent import KEPT_S, Means, OtherNodes
-from gpufleet.job.contract.workdir import RUN
+from gpufleet.job.contract.terms import Following
+from gpufleet.job.contract.workdir import DATA, INPUTS, NAMED, PACKAGES, RUN, USER
 from gpufleet.job.node import container, disks, earlier_boots
 from gpufleet.job.node.allowance import LEAST_S, LOOK_S, Allowance
 from gpufleet.job.node.fallback import choose_hand_over, delete_fleet
@@ -66,6 +68,12 @@ TIMER_STOP_S = 180  # this many seconds after its start, the timer stops waiting
 UNKNOWN_S, KNOWN_LOOK_S = 600, 120
 
 
+BEFORE = "before"  # what earlier stages have spent
+# what stays in the node's folder when the next stage begins on the machine
+KEPT = frozenset({"app", ARCHIVE, "boot.log", "instance", "booted", BEFORE, "run"})
+KEPT_OF_WORK = frozenset({DATA, INPUTS, PACKAGES, USER})  # in the work folder; of a command's folders only its inputs
+
+
 class TerminatedError(BaseException):
     """SIGTERM came while no job was running."""
 
@@ -80,6 +88,7 @@ class NodeRun:
         self.allowance = Allowance(Schedule(settings.schedule, settings.folder), self.clock, settings.timer_s)
         self.metadata = MetadataService(settings.metadata)
         self.objects = Objects(settings.bucket, settings.run)
+        self.fleet_objects = Objects(settings.bucket, settings.fleet_run or settings.run)
         self.hand_over = choose_hand_over(settings, self.metadata, self.objects, self.clock)
         self.notices = Notices(settings, machine, self.objects, self.clock)
         self.record = AttemptRecord(
@@ -87,6 +96,7 @@ class NodeRun:
             type=machine.type,
             zone=machine.zone,
             launched_at=machine.launched_at,
+            older_s=Decimal(f"{machine.older_s:.0f}") if machine.older_s else None,
             booted_at=self.booted_at,
         )
         self.manifest: str | None = None
@@ -100,6 +110,8 @@ class NodeRun:
         self._fetching: threading.Thread | None = None
         self._recording = threading.Lock()
         self._ended = self._job_looks = self._run_file_is_here = False
+        # a program that took the place of another one (`_stay`) finds that one's file
+        self.rebooted = (self.folder / "booted").exists() and not settings.since
 
     def run(self) -> NoReturn:
         """Runs from boot to shutdown. The timer is set before anything that may hang."""
@@ -107,6 +119,7 @@ class NodeRun:
         threading.Thread(target=self._end_unless_known, name="state", daemon=True).start()
         signal.signal(signal.SIGTERM, self._terminated)
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # `_stay` blocks it
             say(f"gpufleet node of stack {self.settings.stack}, run {self.settings.run}")
             here = self.machine
             say(f"{here.instance} {here.type} {here.zone}, launched {here.launched_at}")
@@ -124,15 +137,16 @@ class NodeRun:
         """Does everything up to the end of the job; returns the job's exit code."""
         self._leave_if_over()
         self._meet()
-        if (self.folder / "booted").exists():
+        if self.rebooted:
             self._crash("the machine was rebooted")
         (self.folder / "booted").touch()
         self._fetching = threading.Thread(target=self._fetch_run_file, name="run file", daemon=True)
         self._fetching.start()
         self._begin_record()
         threading.Thread(target=self._watch_notice, name="notice", daemon=True).start()
-        scratch = disks.scratch(self.settings.root, self.folder)
-        if volume := self.settings.data_volume:
+        is_ready = bool(self.settings.scratch)
+        scratch = Path(self.settings.scratch) if is_ready else disks.scratch(self.settings.root, self.folder)
+        if (volume := self.settings.data_volume) and not is_ready:
             problem = disks.mount_data(self.settings.root, self.settings.data_device, blank=volume == "blank")
             if problem is not None:
                 self._crash(problem)
@@ -186,6 +200,11 @@ class NodeRun:
             self._hand_on()
             self._stop_fleet()
             self._leave("the run was over before this boot")
+        if self.settings.since and ASKED in self.keys and not any(key.startswith(ATTEMPTS) for key in self.keys):
+            say("somebody asked the run to end: this stage does not begin")
+            self._upload_log()
+            self._stop_fleet()
+            self._leave("the run was asked to end")
 
     def _meet(self) -> None:
         """Looks for nodes in the other market, so that only one node trains at a time."""
@@ -218,7 +237,9 @@ class NodeRun:
     def _begin_record(self) -> None:
         """Records this boot; if the boots before this one made no progress, ends the run instead."""
         here, market = self.machine, self.hand_over.market
-        self.others = OtherNodes(Node(here.instance, here.type, here.zone, here.launched, capacity=market))
+        since = epoch(self.settings.since) or 0.0
+        own = Node(here.instance, here.type, here.zone, here.launched, capacity=market, since=since)
+        self.others = OtherNodes(own)
         if any(key.startswith(ATTEMPTS) for key in self.keys):
             records = self._records()
             if records is None or not self.objects.get_folder(HEARTBEATS, self.folder / HEARTBEATS):
@@ -229,7 +250,8 @@ class NodeRun:
             beats = self.folder / HEARTBEATS
             self.others.hear((record, earlier_boots.beat(beats, record.instance, _set_aside)) for record in records)
         self.record = replace(self.record, manifest_at_boot=self.manifest, capacity=self.hand_over.market)
-        self._ask_others()
+        if not (self.machine.older_s and not self.others.nodes):  # else this machine was the only one all along
+            self._ask_others()
         if not self._record(self.record):
             self._crash("the attempt cannot be recorded")
 
@@ -261,12 +283,13 @@ class NodeRun:
     def _spent_before(self) -> tuple[Decimal, Decimal]:
         """USD and seconds that the stages before this one have spent."""
         usd, seconds = Decimal(0), Decimal(0)
-        for stage in self._terms().before:
-            there = Objects(self.settings.bucket, stage_of(self.settings.run, stage))
-            folder, own = self.folder / "before" / stage, replace(self.others.own, instance="")
-            copied = all(there.get_folder(prefix, folder / prefix) for prefix in (ATTEMPTS, HEARTBEATS))
-            if not copied or not retry(4, lambda to=folder, of=there: of.get(RUN, to / RUN)):  # type: ignore[misc]
-                self._crash(f"what the stage {stage} has spent cannot be read")
+        before, own = self._terms().before, replace(self.others.own, instance="")
+        with ThreadPoolExecutor(8) as pool:
+            for stage, is_here in zip(before, pool.map(self._fetch_spent, before)):
+                if not is_here:
+                    self._crash(f"what the stage {stage} has spent cannot be read")
+        for stage in before:
+            folder = self.folder / BEFORE / stage
             records, beats = earlier_boots.read(folder / ATTEMPTS, _set_aside), folder / HEARTBEATS
             nodes = OtherNodes(
                 own, [(record, earlier_boots.beat(beats, record.instance, _set_aside)) for record in records]
@@ -276,10 +299,23 @@ class NodeRun:
             usd, seconds = usd + spent[0] + of_stage.fixed_usd, seconds + spent[1]
         return usd, seconds
 
+    def _fetch_spent(self, stage: str) -> bool:
+        """Whether the records of an earlier stage are on this machine; they stay, because it spends nothing more."""
+        there, folder = Objects(self.settings.bucket, stage_of(self.settings.run, stage)), self.folder / BEFORE / stage
+        if (folder / RUN).exists():
+            return True
+        with ThreadPoolExecutor(2) as pool:
+            copied = pool.map(lambda prefix: there.get_folder(prefix, folder / prefix), (ATTEMPTS, HEARTBEATS))
+        return all(copied) and retry(4, lambda: there.get(RUN, folder / RUN))
+
     def _limit(self, workdir: Path) -> None:
         """Sets timer and schedule by what the run may still spend. Ends the run if this is too little."""
         self.others.before = self._spent_before()
-        over, limit = self.allowance.begin(self._means(), workdir)
+        run, is_new = self._terms(), not (self.others.nodes or self.others.untold)
+        if is_new and (left_usd := run.limits.max_usd - self.others.before[0]) < run.least_usd:
+            why = f"it did not begin: it needs {run.least_usd:f} USD, and {left_usd:.2f} are left"
+            self._end_run(ends.MAX_USD, why, hands_on=False)
+        over, limit = self.allowance.begin(self._means(), workdir, moves=not self.machine.older_s)
 
         def recount() -> Means | None:
             return self._means() if self._ask_others() else None
@@ -288,7 +324,7 @@ class NodeRun:
         threading.Thread(target=self.allowance.watch, args=watch, name="allowance", daemon=True).start()
         say(f"timer: {self.allowance.timer_at - self.clock():.0f} s from now, at the highest price")
         left_s = over - self.clock()
-        if left_s <= (LEAST_S if self.others.nodes or self.others.untold else 0):
+        if left_s <= (0 if is_new else LEAST_S):
             self._end_run(limit, f"only {max(left_s, 0):.0f} s were left for this boot")
 
     def _watch_notice(self) -> None:
@@ -369,16 +405,18 @@ class NodeRun:
         why = last_line((self.folder / "container.log").read_text(errors="replace")) if dockers_own else ""
         self._crash(f"the container ended with {code}", code, why=why)
 
-    def _end_run(self, reason: str, detail: str = "") -> NoReturn:
+    def _end_run(self, reason: str, detail: str = "", *, hands_on: bool = True) -> NoReturn:
         self._ended = True
         say(f"the run is over: {reason}{detail and ': '}{detail}")
-        self._upload_log()
+        if not (hands_on and self._terms().following):  # else `_stay` sends it, and all else, at once
+            self._upload_log()
         if not self._mark_done(reason, detail):
             say("the done marker cannot be written")
         if self._speaks():  # AWS may end this machine during the next steps
             self.notices.end(f"it is over: {reason}{detail and ', '}{detail}")
         self.hand_over.end()
-        self._hand_on()
+        if hands_on:
+            self._hand_on()
         self._stop_fleet()
         self._leave(reason)
 
@@ -387,6 +425,9 @@ class NodeRun:
         harm, because its fleet then already has its size. If it cannot be begun, this fleet stays, and its next node
         tries again.
         """
+        if (following := self._terms().following) is not None:
+            ending = self._read_ending()
+            return self._stay(following, ending) if ending and ending.reason in ends.LEAVES_NODE else self._upload_log()
         stage = self.settings.next_stage
         ending = self._read_ending() if stage else None
         if ending is None or ending.reason != ends.FINISHED:
@@ -398,6 +439,43 @@ class NodeRun:
         if not listed or not retry(5, lambda: self._start_machine(f"-{stage}", "{}")):
             self._leave(f"the stage {stage} could not be begun: the next node tries again")
         say(f"the stage {stage} begins")
+
+    def _stay(self, following: Following, ending: ends.Done) -> NoReturn:
+        """Begins the next stage on this machine: this program starts anew in its own place, with that stage's settings.
+        Of the ended stage the machine keeps the image, and the inputs and packages in the work folder, which are
+        checked anew. A fresh node, to which the fleet gives the same settings as to the first, also comes here, because
+        it finds the stages before its own ended.
+        """
+        if self.rebooted:
+            self._leave("the machine was rebooted")
+        say(f"the stage {following.stage} begins on this node")
+        with ThreadPoolExecutor() as pool:
+            pool.submit(self._upload_log)
+            pool.submit(self._record_stay)
+            pool.submit(call, "docker", "rm", "-f", container.name(self.machine.instance))
+        self.allowance.hold()
+        for folder, kept in (
+            (self.folder, KEPT),
+            *(((self.workdir, KEPT_OF_WORK), (self.workdir / USER, {NAMED})) if self.workdir else ()),
+        ):
+            for path in folder.iterdir() if folder.exists() else ():
+                if path.name not in kept:
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        settings = {
+            "RUN_ID": stage_of(self.settings.run, following.stage),
+            "RUN_CONFIG_SHA256": following.sha256,
+            "FLEET_RUN": self.settings.fleet_run or self.settings.run,
+            "SINCE": ending.at,
+            "SCRATCH": self.settings.scratch if self.workdir is None else str(self.workdir.parent),
+        }
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until the new program can handle it
+        os.execvpe("python3", ["python3", "-B", "-m", "gpufleet.job.node"], {**os.environ, **settings})
+
+    def _record_stay(self) -> None:
+        """Records that this machine goes on, if it has a record in the ended stage."""
+        key = attempt_key(self.machine.instance)
+        if key in self.keys and self.objects.get(key, self.folder / "attempt.json"):
+            self._record(replace(self.record, stayed=True))
 
     def _start_machine(self, suffix: str, content: str, *options: str) -> bool:
         """Starts the run's state machine whose name has this suffix; returns whether it was started."""
@@ -454,7 +532,7 @@ class NodeRun:
         self._upload_log()
         how = "a slow node leaves" if ending is not None and ending.reason == SLOW else "AWS takes the node"
         self.notices.tell(f"{how}{', and the run waits for another' if self._terms().replaces else ''}")
-        age = self.clock() - self.machine.launched
+        age = self.clock() - self.machine.launched + self.machine.older_s
         if ending is not None and ending.notice and age < FREE_S:
             say(f"interrupted {age:.0f} s after launch: waiting for AWS to end this machine")
             for _ in range(180):
@@ -498,7 +576,7 @@ class NodeRun:
         """
         fleet, seen, since = self._find_fleet(), False, time.monotonic()
         while not self._ended:
-            known = None if fleet is None else self.objects.fleets()
+            known = None if fleet is None else self.fleet_objects.fleets()
             if fleet in (known or ()):
                 seen, since = True, time.monotonic()
             elif known is None and (seen or fleet is None):
@@ -642,4 +720,5 @@ def _set_aside(why: str) -> None:
 
 
 if __name__ == "__main__":
-    NodeRun(Settings.from_environment(os.environ), InstanceIdentity.from_document(os.environ["IDENTITY"])).run()
+    given = Settings.from_environment(os.environ)
+    NodeRun(given, InstanceIdentity.from_document(os.environ["IDENTITY"]).counted_since(given.since)).run()

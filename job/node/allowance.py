@@ -51,10 +51,12 @@ class Allowance:
         self._ending = False
         self._moving = threading.RLock()
 
-    def begin(self, means: Means, workdir: Path) -> tuple[float, str]:
-        """Moves the hour. Returns the time at which the allowance will be used up, and the limit that causes this."""
+    def begin(self, means: Means, workdir: Path, *, moves: bool = True) -> tuple[float, str]:
+        """The moment when the allowance is used up, and the limit that sets it. The hour has been moved when this
+        returns; not if `moves` is False, as for a machine whose last stage has set an earlier hour: `watch` moves it.
+        """
         self._means, self._workdir, self._began = means, workdir, self._clock()
-        self.look()
+        self.look(moves=moves)
         return means.when_over(None)
 
     def watch(self, noticed: Callable[[], bool], recount: Callable[[], Means | None]) -> None:
@@ -62,6 +64,7 @@ class Allowance:
         returns the limits on what may still be spent, if more is known about other nodes than before.
         """
         counted_at = self._clock()
+        self.look()
         while True:
             time.sleep(LOOK_S)
             if self._clock() >= counted_at + MOVE_S:
@@ -70,11 +73,11 @@ class Allowance:
                 self.open()
             self.look()
 
-    def look(self) -> None:
-        """Sets the timer by the current allowance, and moves the hour if the allowance has changed."""
+    def look(self, *, moves: bool = True) -> None:
+        """Sets the timer by the current allowance, and `moves` the hour if the allowance has changed."""
         with self._moving:
             if self._means is not None and not self._ending:
-                self._look(self._means, self._clock())
+                self._look(self._means, self._clock(), moves)
 
     def open(self) -> None:
         """Sets the hour back to the fleet's expiry, because no node of the run spends money for a while. If there are
@@ -86,6 +89,10 @@ class Allowance:
             self._open_until, self._again_at = self._clock() + OPEN_S, float("-inf")
             self.look()
 
+    def hold(self) -> None:
+        """Waits for a move of the hour that is under way, and lets no other one begin."""
+        self._moving.acquire()
+
     def end_fleets(self, fleets: Sequence[str]) -> bool:
         """Ends the fleets by the schedule, within a minute or two. Returns False if the schedule could not be moved."""
         with self._moving:
@@ -93,7 +100,7 @@ class Allowance:
             self.fleets = [*fleets] if self.fleets else []
             return self._move(self._clock() + SOON_S)
 
-    def _look(self, means: Means, now: float) -> None:
+    def _look(self, means: Means, now: float, moves: bool) -> None:
         over, _ = means.when_over(self._meter_told(now))
         if self._spent_at is None and over <= now:
             self._spent_at = over
@@ -106,7 +113,8 @@ class Allowance:
         hour = expires if waits else min(over + STOP_S, expires)
         soonest = max(hour, now + SOON_S)
         later = self._stands is not None and hour > self._stands + NEAR_S
-        if (self._stands is None or later or soonest < self._stands - NEAR_S) and now >= self._again_at:
+        differs = self._stands is None or later or soonest < self._stands - NEAR_S
+        if moves and differs and now >= self._again_at:
             self._again_at = now + (AGAIN_S if self._move(soonest) and not later else MOVE_S)
 
     def _move(self, hour: float) -> bool:

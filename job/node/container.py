@@ -171,6 +171,8 @@ def command(
         environment.LAUNCHED_AT: machine.launched_at,
         environment.NODE_UPTIME: f"{machine.uptime:.3f}",
         environment.PULLED_S: f"{pulled_s:.3f}",
+        **({environment.SINCE: settings.since} if settings.since else {}),
+        **({environment.OLDER_S: f"{machine.older_s:.0f}"} if machine.older_s else {}),
         **({environment.ADDRESS: address} if address else {}),
         **({environment.CAPACITY: capacity} if capacity else {}),
     }

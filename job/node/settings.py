@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpufleet.job.clock import uptime
@@ -33,7 +33,12 @@ class Settings:
     root: Path  # / on EC2
     metadata: str  # the address of an embedded metadata service; empty on EC2
     next_stage: str = ""  # for a run in stages: the stage that follows this one
-    fallback: str = ""  # 1 if there is a standby fleet on demand
+    fallback: str = ""  # 1: a second fleet stands by, on demand
+    # For a stage on the node of the stage before it: when that one ended (UTC, ISO), and the run id of the stage to
+    # which the fleet belongs. The program of that stage gives these, not the header.
+    since: str = ""
+    fleet_run: str = ""
+    scratch: str = ""  # the folder for the job's files, if it is ready
     notify: str = ""  # JSON with the receivers of the node's messages; empty if there are none
 
     @property
@@ -56,6 +61,9 @@ class Settings:
             timer_s=int(environment["TIMER_SECONDS"]),
             schedule=environment.get("SCHEDULE", ""),
             next_stage=environment.get("NEXT_STAGE", ""),
+            since=environment.get("SINCE", ""),
+            fleet_run=environment.get("FLEET_RUN", ""),
+            scratch=environment.get("SCRATCH", ""),
             fallback=environment.get("FALLBACK", ""),
             notify=environment.get("NOTIFY", ""),
             device=environment["DEVICE"],
@@ -77,6 +85,14 @@ class InstanceIdentity:
     launched_at: str  # in UTC, with whole seconds and Z
     uptime: float = 0.0  # the machine's uptime when this was read
     account: str = ""
+    older_s: float = 0.0  # how long the machine had run before `launched_at`
+
+    def counted_since(self, since: str) -> InstanceIdentity:
+        """The machine as a stage counts it that begins on a running machine: it was launched when the stage before
+        ended. A machine that was launched later is unchanged.
+        """
+        older_s = (epoch(since) or 0.0) - self.launched
+        return self if older_s <= 0 else replace(self, launched_at=since, older_s=older_s)
 
     @property
     def launched(self) -> float:

@@ -191,11 +191,13 @@ class Supervisor:
             self.store, self.run_file, self.node, self.world.fleet_history, self.say, self.record.now
         )
         self.others.before = attempts.read_before(self.store, self.run_file, self.node)
+        self.run_file = replace(self.run_file, limits=self.run_file.limits_after(*self.others.before))
         earlier = self.others.attempts
         self.number = len(earlier) + 1
         self.meter = Meter(
             rates=self.run_file.rates(self.node.type, self.node.zone, self.node.capacity),
             launched_at=self.node.launched_at,
+            older_s=self.node.older_s,
             fixed_usd=self.run_file.fixed_usd,
             others=self.others.spent,
             spot_price=self.world.spot_price,

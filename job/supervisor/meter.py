@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from gpufleet.job.contract.spent import CENT_100, GONE_S, MINIMUM_S, hours, passed_limit
+from gpufleet.job.contract.spent import CENT_100, GONE_S, hours, least_s, passed_limit
 from gpufleet.job.contract.terms import Rates, RunLimits
 from gpufleet.job.supervisor.store import ec2, pages
 
@@ -46,14 +46,15 @@ class Meter:
         *,
         rates: Rates,
         launched_at: float,
+        older_s: Decimal = Decimal(0),
         fixed_usd: Decimal = Decimal(0),
         others: tuple[Decimal, Decimal] = (Decimal(0), Decimal(0)),
         spot_price: SpotPrice = lambda at: None,
         nodes: int = 1,
     ) -> None:
-        """`nodes`: the number of the run's nodes that run at once."""
+        """`nodes`: the number of the run's nodes that run at once. `older_s`: how long the node had run before."""
         self.rates, self._peers = rates, nodes - 1
-        self.launched_at = launched_at
+        self.launched_at, self._least_s = launched_at, least_s(older_s)
         self.fixed_usd = fixed_usd
         # USD and seconds of the run's other nodes, and the time at which they were read. The thread of the heartbeat
         # replaces the whole tuple.
@@ -107,10 +108,8 @@ class Meter:
         return f"AWS gives the spot price, {price}, which replaces the highest possible price since the launch"
 
     def spent(self, now: float, others_until: float | None = None) -> Spending:
-        """The cost up to `now`, to 0.0001 USD; if `others_until` is given, also what other nodes spend up to
-        this time.
-        """
-        seconds = max(Decimal(f"{now - self.launched_at:.3f}"), MINIMUM_S)
+        """The cost up to `now`, to 0.0001 USD; with `others_until`, also what other nodes spend up to then."""
+        seconds = max(Decimal(f"{now - self.launched_at:.3f}"), self._least_s)
         others_usd, others_s = self._others_spent(now if others_until is None else others_until)
         compute, ceiling_s, left_s, hour = Decimal(0), Decimal(0), seconds, 0
         while left_s > 0:

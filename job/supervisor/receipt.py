@@ -31,7 +31,7 @@ from gpufleet.job.contract.done import FINISHED, LIMITS, Done
 from gpufleet.job.contract.reading import epoch
 from gpufleet.job.contract.receipt import CAUSES, AttemptCost, Receipt, ReceiptLine, money, network, seconds, start_up
 from gpufleet.job.contract.run import RunFile
-from gpufleet.job.contract.spent import CENT_100, MINIMUM_S, Attempt, hours
+from gpufleet.job.contract.spent import CENT_100, MINIMUM_S, Attempt, hours, least_s
 from gpufleet.job.contract.workdir import LOG, METRICS
 from gpufleet.job.kind import batch
 
@@ -108,7 +108,9 @@ def measure(
     phases = measured.phases(metrics.records(lines.split(b"\n")))
     if not phases or len({attempt.record.type for attempt in attempts}) != 1:
         return None
-    started = [float(attempt.record.started_s) for attempt in attempts if attempt.record.started_s is not None]
+    # a node that stayed from an earlier stage has set up nothing
+    fresh = [attempt.record for attempt in attempts if not attempt.record.older_s]
+    started = [float(record.started_s) for record in fresh if record.started_s is not None]
     machine = node.machine or Hardware()
     # The packages of a user's command are in its image, which this process cannot see.
     ours = {} if not run.config.code_folders() else {**machine.versions, "python": machine.python}
@@ -250,7 +252,8 @@ def _lost(attempts: Sequence[Attempt]) -> Decimal:
         total += min(seconds, attempt.lived_s)
     lived = _total(attempt.lived_s for attempt in attempts)
     billed = _total(attempt.seconds for attempt in attempts)
-    return total + billed - max(lived, MINIMUM_S)  # every start has the minimum charge, even without an interruption
+    least = least_s(attempts[0].record.older_s or Decimal(0)) if attempts else MINIMUM_S
+    return total + billed - max(lived, least)  # a start without an interruption has the minimum charge too
 
 
 # Fields that the node writes.

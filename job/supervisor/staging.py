@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tarfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -77,13 +77,15 @@ def inputs(stage: Stage, opened: Callable[[str], Store] = open_store) -> None:
     Raises ValueError if these are not the inputs in run.json, and MismatchError if wrong bytes arrive.
     """
     if stage.run.dataset is not None:
-        _fill(stage, "dataset", stage.run.dataset, DATASET, stage.workdir / DATA, opened)
+        names = _fill(stage, "dataset", stage.run.dataset, DATASET, stage.workdir / DATA, opened)
+        _remove_others(stage.workdir / DATA, {*names, DATASET})
     if stage.run.weights is not None:
         _fill(stage, "base weights", stage.run.weights, WEIGHTS, stage.workdir / INPUTS, opened)
     user = stage.workdir / USER
     for name, wanted in stage.run.folders.items():
         manifest, takes = (HANDED_ON, stage.run.config.demands.takes) if wanted.stage else ("", ())
-        _fill(stage, f"input {name}", wanted, manifest, user / NAMED / name, opened, takes)
+        names = _fill(stage, f"input {name}", wanted, manifest, user / NAMED / name, opened, takes)
+        _remove_others(user / NAMED / name, {*names, manifest})
         ForeignFolder(user).open_to_all(user / NAMED / name)
     if stage.run.code is not None:
         _fill(stage, "code", stage.run.code, "", stage.workdir / INPUTS, opened)
@@ -100,9 +102,9 @@ def _fill(
     folder: Path,
     opened: Callable[[str], Store],
     takes: Sequence[str] = (),
-) -> None:
-    """Downloads an input's files into `folder`. The list of files is in run.json; if it is not, in the input's own
-    `manifest`; if there is none, the objects of the input are listed. If `takes` is given, only the files with these
+) -> list[str]:
+    """Downloads an input's files into `folder`, and returns their names. The list of files is in run.json; if not, in
+    the input's own `manifest`; if there is none, the input's place is listed. With `takes`, only the files of these
     names are downloaded.
     """
     shared = bucket_uri(stage.store.uri, stage.run.run)
@@ -120,6 +122,14 @@ def _fill(
         _download(stage, place, {file.name: file for file in files}, folder)
     except MissingError as error:
         raise ValueError(f"the {title} is not at the place that the run names: {error}") from error
+    return [file.name for file in files]
+
+
+def _remove_others(folder: Path, names: Collection[str]) -> None:
+    """Removes what an earlier run on this node has left in the folder of an input."""
+    for path in folder.rglob("*"):
+        if (path.is_symlink() or not path.is_dir()) and path.relative_to(folder).as_posix() not in names:
+            path.unlink()
 
 
 def _listed(place: Store, path: Path, wanted: InputData, title: str) -> tuple[InputFile, ...]:

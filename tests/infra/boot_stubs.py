@@ -153,6 +153,7 @@ esac
 """
 _PYTHON = r"""
 [[ $* != *"-m gpufleet.job.node" ]] || set -- "$WORLD/clock.py"
+[[ ! -e $WORLD/begins ]] || . "$WORLD/begins"
 """
 _CLOCK = r"""
 import os, pathlib, runpy, sys, time
@@ -240,6 +241,8 @@ class StubNode:
         self.notify: dict[str, Any] = {}
         self.fallback = False
         self.next_stage, self.before = "", list[str]()
+        self.run = "r1"
+        self.trials: dict[str, dict[str, Any]] = {}  # later stages on this node, with what their run.json adds
         self.image = "public.ecr.aws/x/pytorch:1@sha256:aa"
         self.job_image = ""
         self.parameters: dict[str, Any] = {}
@@ -300,7 +303,7 @@ class StubNode:
         main.write_text(f"{before}{by}{after}")
 
     def put(self, key: str, value: Any) -> None:
-        file = self.s3 / "r1" / key
+        file = self.s3 / self.run / key
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(value if isinstance(value, str) else json.dumps(value))
 
@@ -338,27 +341,17 @@ class StubNode:
         inputs = self.s3 / "inputs" / packed.sha256
         inputs.mkdir(parents=True, exist_ok=True)
         (inputs / "job.tar.gz").write_bytes(packed.content)
-        run_config = json.dumps(
-            {
-                "job": {"parameters": {"device": self.device, **self.parameters}},
-                "limits": self.limits,
-                "capacity": self.capacity,
-                **({"nodes": self.nodes} if self.nodes > 1 else {}),
-                **({"before": self.before} if self.before else {}),
-                "rates": {
-                    "g5.2xlarge": {
-                        "on_demand": "1.20",
-                        "spot": {"us-east-2a": "0.40"},
-                        **({"efa": self.efa} if self.efa else {}),
-                    }
-                },
-                "extras": {"hourly_usd": self.hourly_usd, "fixed_usd": "0"},
-            }
-        )
+        shared: dict[str, Any] = {}
+        for name, added in reversed(self.trials.items()):
+            text = json.dumps(self._run_config({**added, **shared}))
+            (self.s3 / "r1" / name).mkdir(parents=True, exist_ok=True)
+            (self.s3 / "r1" / name / "run.json").write_text(text)
+            shared = {"following": {"stage": name, "sha256": hashlib.sha256(text.encode()).hexdigest()}}
+        run_config = json.dumps(self._run_config(shared))
         self.put("run.json", run_config)
         rendered = user_data.render(
             stack="tinystories-growth",
-            run_id="r1",
+            run_id=self.run,
             region="us-east-2",
             image=self.image,
             job_image=self.job_image,
@@ -378,6 +371,19 @@ class StubNode:
         path = self.world / "user-data.sh"
         path.write_text(rendered)
         return path
+
+    def _run_config(self, added: dict[str, Any]) -> dict[str, Any]:
+        prices = {"on_demand": "1.20", "spot": {"us-east-2a": "0.40"}, **({"efa": self.efa} if self.efa else {})}
+        return {
+            "job": {"parameters": {"device": self.device, **self.parameters}},
+            "limits": self.limits,
+            "capacity": self.capacity,
+            **({"nodes": self.nodes} if self.nodes > 1 else {}),
+            **({"before": self.before} if self.before else {}),
+            "rates": {"g5.2xlarge": prices},
+            "extras": {"hourly_usd": self.hourly_usd, "fixed_usd": "0"},
+            **added,
+        }
 
     def start(self, script: Path | None = None) -> subprocess.Popen[bytes]:
         self.began_at = time.time()

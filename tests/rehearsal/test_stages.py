@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -110,13 +110,14 @@ class StagedRun:
 
 
 @contextmanager
-def launched(folder: Path, text: str = PINNED) -> Iterator[StagedRun]:
+def launched(folder: Path, text: str = PINNED, files: Mapping[str, str] = {"stage.py": SCRIPT}) -> Iterator[StagedRun]:
     project = scratch.make(folder / "project", {"staged": text})
     hold, programs = folder / "hold", folder / "programs"
     for each in (hold, programs, project / "code"):
         each.mkdir()
     (programs / "python").symlink_to(sys.executable)
-    (project / "code" / "stage.py").write_text(SCRIPT.replace("HOLD", repr(str(hold))))
+    for name, script in files.items():
+        (project / "code" / name).write_text(script.replace("HOLD", repr(str(hold))))
     definition = load(project / "stacks" / "staged.yaml", now=datetime.now(UTC), staged=True)
     with Cloud(project, habits=Habits(notice_s=20.0, relaunch_s=1.0)) as cloud:
         runner = NodeRunner(cloud, folder / "nodes", lambda root: programs)

@@ -9,6 +9,7 @@ from typing import Any
 from gpufleet.infra.bill import record
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.fallback import Fallback
+from gpufleet.infra.bill.limits import least_usd
 from gpufleet.infra.bill.side import Quantiles
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.contract import run
@@ -23,11 +24,13 @@ def run_config(
     expires: str,
     fallbacks: Iterable[Fallback] = (),
     whole_usd: Quantiles | None = None,
+    following: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The content of run.json. `inputs` and `expires`: see job.contract.run.document. If there is a deadline, the fleet
-    ends at the deadline. `whole_usd`: for a stage, the USD of its whole run.
+    """The content of run.json. `inputs` and `expires` are as in job.contract.run.document; if there is a deadline, the
+    fleet ends then. `whole_usd`: for a stage, the USD of its whole run. `following`: the stage that begins on its node.
     """
-    limits, market = definition.limits, definition.fleet.market
+    limits, market = definition.shared or definition.limits, definition.fleet.market
+    own = {"max_usd": str(definition.limits.max_usd), "max_hours": str(definition.limits.max_hours)}
     by_market = market.last is not None and expires == stamp(market.last)
     return run.document(
         run=definition.run.id,
@@ -50,7 +53,10 @@ def run_config(
         image=definition.job.image if not definition.job.parameters.code_folders() else None,
         nodes=definition.fleet.nodes,
         before=definition.before,
-        # The goals of a run in stages are checked only after all stages have ended.
+        own=own if definition.shared else None,
+        least_usd=str(least_usd(definition, bill)) if definition.fleet_of else None,
+        following=following,
+        # the goals of a run in stages are graded once all stages have ended
         goal={} if definition.stage else {name: str(figure) for name, figure in definition.goal.wanted.items()},
         whole_usd=None if whole_usd is None else {"p10": str(whole_usd.p10), "p90": str(whole_usd.p90)},
         gather_s=round(bill.chosen.exposure.gather_h * 3600, 1) if definition.fleet.lets_go else None,

@@ -29,7 +29,7 @@ def known(definition: StackDefinition) -> dict[str, Any]:
         "image": definition.job.supervisor_image or definition.job.image,
         "job_image": definition.job.image if definition.job.supervisor_image else "",
         "fallback": bool(definition.fleet.market.stands_by),
-        "next_stage": definition.next_stage,
+        "next_stage": "" if definition.shared else definition.next_stage,
         "timer_seconds": timer_seconds(definition),
         "device": definition.job.parameters.device,
         "container_options": definition.job.parameters.demands.container_options,

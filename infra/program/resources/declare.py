@@ -111,7 +111,7 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
             ],
             opts=options,
         )
-        for part in plan.parts
+        for part in plan.with_fleets
     ]
     fleet, *later = fleets
     launched = None
@@ -147,7 +147,7 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
                 permissions_boundary=around.permissions_boundary,
                 opts=options,
             ).machine
-            for part, theirs in zip(plan.parts[1:], waiting, strict=True)
+            for part, theirs in zip(plan.with_fleets[1:], waiting, strict=True)
         ]
         launched = fleet.declare_fleet([*switch, *starts])
         both = [launched, *fleet.standing_by, *waiting]

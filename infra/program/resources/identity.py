@@ -119,7 +119,7 @@ def node_statements(
             "Sid": "OldCheckpoints",
             "Effect": "Allow",
             "Action": "s3:DeleteObject",
-            "Resource": one_or_all([f"{bucket_arn}/{part.run.id}/{bucket.CHECKPOINTS}*" for part in definition.parts]),
+            "Resource": one_or_all([f"{bucket_arn}/{folder}/{bucket.CHECKPOINTS}*" for folder in _folders(definition)]),
         },
         {
             "Sid": "LimitsStay",
@@ -208,6 +208,11 @@ def node_statements(
     ]
 
 
+def _folders(definition: StackDefinition) -> list[str]:
+    """The folders of the run's parts. Stages on one node share its rights, whose text IAM limits to 10,240 letters."""
+    return [f"{definition.run.id}/*"] if definition.parts[0].shared else [part.run.id for part in definition.parts]
+
+
 def _ask_again(schedule_arn: str) -> dict[str, Any]:
     """The right to start the state machine that empties the fleet and later asks for its nodes again."""
     arn = machine_arn(schedule_arn)
@@ -224,7 +229,7 @@ def _taken_over(definition: StackDefinition, bucket_arn: str) -> list[dict[str, 
 
 def _begin_stages(definition: StackDefinition, schedule_arn: str) -> list[dict[str, Any]]:
     """The right to start the state machines that begin later stages."""
-    arns = [f"{machine_arn(schedule_arn)}-{stage.stage}" for stage in definition.stages[1:]]
+    arns = [f"{machine_arn(schedule_arn)}-{stage.stage}" for stage in definition.with_fleets[1:]]
     start = {"Sid": "BeginStages", "Effect": "Allow", "Action": "states:StartExecution"}
     return [{**start, "Resource": one_or_all(arns)}] if arns else []
 

@@ -21,8 +21,8 @@ def own_tags(definition: StackDefinition) -> dict[str, str]:
 
 
 def owned(definition: StackDefinition) -> dict[str, str | list[str]]:
-    """The condition on tags that limits a right to resources of the run. For this, each stage is a run of its own."""
-    every = [own_tags(part) for part in definition.parts]
+    """The condition on tags that limits rights to what the run owns. Each of its stages counts as a run."""
+    every = [own_tags(part) for part in definition.with_fleets]
     values = {key: [run_tags[key] for run_tags in every] for key in every[0]}
     return {
         f"aws:ResourceTag/{key}": alternatives[0] if len(set(alternatives)) == 1 else alternatives

@@ -108,3 +108,18 @@ def test_a_file_whose_values_are_drawn_is_priced_as_often_as_it_is_drawn() -> No
     assert len(found.trials) == 7
     assert sum(line.startswith("one ") for line in found.lines()) == 1
     assert "prices every run with the file" in " ".join(found.lines())
+
+
+def test_each_shared_node_has_an_equal_share_and_the_bill_says_where_the_boots_are() -> None:
+    stack = definition(types=("g5.2xlarge",), max_usd="20")
+    bill = price(stack, load_catalog(), dataset_bytes=1)
+    one = PricedTrial.build("one", stack, bill, is_made=True)
+    shared = terms(f"{4 * one.least_usd + 1}", 2, share_node=True)
+    alone, together = campaign.price([one] * 6, terms("1000", 2)), campaign.price([one] * 6, shared, [3, 3])
+    assert alone.nodes == 0
+    assert together.played.begun.p90 <= 6
+    assert together.played.spent.p90 <= shared.max_usd
+    played = campaign.price([one] * 4, terms(f"{one.least_usd}", 4, share_node=True), [2, 2]).played
+    assert played.begun.p90 == 0  # half of what one needs is left to each node
+    assert "The runs share 2 nodes: the bill has one set-up of" in " ".join(together.lines())
+    assert campaign.price([one] * 2, shared, [1, 1]).nodes == 0

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.bill.runtime import WARM_S
 from gpufleet.infra.bill.stages import StagedBill, price_stages
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
+from tests.infra.shared_files import SHARED
 from tests.infra.staged_files import STAGED
 from tests.repository import ROOT
 
@@ -82,3 +85,23 @@ def test_kernel_sft_in_stages_costs_less_than_in_one_by_what_its_judging_wastes(
     assert found.usd.p50 < whole.usd.p50 - usd_on_eight / 3
     assert {line.name for line in judge.lines if line.amount > Decimal("0.05")} == {"compute"}  # no weights, no dataset
     assert not any(phase.saves for phase in judge.chosen.runtime.phases)
+
+
+def test_stages_on_one_node_have_one_boot_and_a_limit_each(tmp_path: Path) -> None:
+    file = tmp_path / "staged.yaml"
+    file.write_text(SHARED)
+    definition = load(file, now=datetime(2026, 11, 30, tzinfo=UTC), staged=True)
+    found, _ = price_stages(definition, priced, date(2026, 11, 30))
+    assert found is not None
+    first, *later = (each.chosen.exposure for each in found.bills)
+    assert first.setup_h == pytest.approx(8 / 60)
+    assert [each.setup_h for each in later] == [WARM_S / 3600] * 2
+    assert {each.restart_h for each in later} == {first.restart_h}  # a node in place of a lost one boots
+    assert [stage.limits.max_usd for stage in found.launched] == [2, 2, 2]
+    assert "The stages share one node, whose boot is in the first one's bill." in " ".join(
+        "\n".join(found.lines()).split()
+    )
+    poor = replace(definition, limits=replace(definition.limits, max_usd=Decimal("0.02")))
+    missing, (wrong,) = price_stages(poor, priced, date(2026, 11, 30))
+    assert missing is None
+    assert "nine in ten of t1 need" in str(wrong)

@@ -5,7 +5,7 @@ whenever one of them is killed.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -152,6 +152,7 @@ class DrawnTrial:
     spent: Decimal | None = None
     has_receipt: bool = True
     brought: bool = False
+    left_out: Sequence[str] = ()
 
     @property
     def least(self) -> Decimal:
@@ -182,7 +183,12 @@ class DrawnTrial:
         self.account.most_at_once = max(self.account.most_at_once, going_on)
         self.account.disturb()
 
-    def stop(self) -> None:
+    @property
+    def runs(self) -> list[str]:
+        return [self.name]
+
+    def stop(self, run: str) -> None:
+        assert run == self.name
         self.account.disturb()
         self.stops += 1
 

@@ -293,7 +293,7 @@ def test_an_agent_s_definition_joins_an_open_campaign(night: NightWorld, capsys:
     assert sorted(night.runs) == ["night-second", STACK]
     assert "night-stranger is left out: run.owner is somebody-else; allowed is you" in said.err
     assert "night-half is left out" in said.err
-    assert "Not begun, since their limits do not fit: night-long." in said.out
+    assert "Not begun: night-long; limits.max_hours: " in said.out
 
 
 def test_cost_prices_the_campaign_without_an_account(

@@ -313,7 +313,9 @@ def test_a_campaign_begins_what_fits_its_cap_and_counts_the_receipt(
         return made.carry_out()
 
     assert campaign("2.99") == 1  # the run's own limit is 3
-    assert "Not begun, since their limits do not fit: tinystories-growth." in capsys.readouterr().out
+    assert (
+        "Not begun: tinystories-growth; limits.max_usd: at least 3.00 USD are needed, and " in capsys.readouterr().out
+    )
     assert {kind for kind, _ in world.cloud.leftovers()} <= {"bucket"}
     assert campaign("3") == 0
     assert "1 run ended; 2.75 of 3 USD are left." in capsys.readouterr().out

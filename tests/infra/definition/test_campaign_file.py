@@ -33,6 +33,7 @@ order: cheapest
 open: true
 """
 SEARCH = "files: [mine]\nmax_usd: 1\n"
+SHARED = "files: [mine]\nmax_usd: 10\nshare_node: true\ngrid: {--lr: [1, 2, 3]}\n"
 DRAWS = """\
 metric: val_loss
 direction: minimize
@@ -119,6 +120,10 @@ def test_a_value_may_be_a_list_or_a_section(tmp_path: Path) -> None:
             "files: [mine]\nmax_usd: 1\nopen: true\n",
             "max_hours: missing; allowed: hours, after which an open campaign ends",
         ),
+        (f"{SEARCH}share_node: true\n", "share_node: 'true' is not accepted; allowed: true only with one file"),
+        (f"{SHARED}open: true\nmax_hours: 9\n", "allowed: true only with one file, its grid or list"),
+        (SHARED.replace("[mine]", "[mine, other]"), "allowed: true only with one file, its grid or list"),
+        (f"{SHARED}order: cheapest\n", "allowed: listed, as share_node is true"),
         (f"{SEARCH}pruner: asha\nmetric: loss\ndirection: minimize\n", "every: missing; allowed: a value, as pruner"),
         (f"{SEARCH}metric: loss\n", "direction: missing; allowed: a value, as metric needs it"),
         (f"{SEARCH}direction: down\nmetric: loss\n", "allowed: one of minimize, maximize"),
@@ -148,6 +153,11 @@ def test_a_wrong_file_is_refused_by_reader_and_schema(tmp_path: Path, text: str,
             f"files: [mine]\nmax_usd: 1\ngrid: {{--a: {[*range(40)]}, --b: {[*range(40)]}}}\n",
             "1600 trials; at most 1000",
         ),
+        (
+            f"{SHARED}".replace("--lr: [1, 2, 3]", "storage.root.size_gib: [50, 60]"),
+            "trials differ in storage; with share_node trials may differ in job, estimate, limits",
+        ),
+        (SHARED.replace("[1, 2, 3]", f"{[*range(25)]}"), "25 trials; with share_node and this at_once at most 24 are"),
     ],
 )
 def test_what_gives_no_trial_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -155,6 +165,26 @@ def test_what_gives_no_trial_is_refused(tmp_path: Path, text: str, message: str)
     with pytest.raises(GpufleetError) as refused:
         campaign.trials(found, tmp_path)
     assert message in str(refused.value)
+
+
+def test_trials_that_share_nodes_are_dealt_to_runs_with_an_equal_share_of_the_cap(tmp_path: Path) -> None:
+    found = written(tmp_path, f"{SHARED}at_once: 2\n")
+    first, second = campaign.trials(found, tmp_path)
+    assert [member.values["--lr"] for member in first.members] == ["1", "3"]
+    assert (second.values, second.members) == ({"--lr": "2"}, ())
+    campaign.write([first], tmp_path)
+    whole = load(find(first.name, tmp_path), now=datetime(2026, 11, 21, tzinfo=UTC), staged=True)
+    assert whole.limits.max_usd == 5
+    assert [part.stage for part in whole.stages] == [member.stage for member in first.members]
+    assert [part.fleet_of for part in whole.stages] == ["", whole.stages[0].stage]
+    own = load(tmp_path / "stacks" / "mine.yaml", now=datetime(2026, 11, 21, tzinfo=UTC)).limits
+    assert {part.limits for part in whole.stages} == {own}
+    assert whole.limits.max_hours == 2 * own.max_hours
+    short = campaign.trials(replace(found, max_hours=own.max_hours + 1), tmp_path)[0]
+    campaign.write([short], tmp_path)
+    again = load(find(short.name, tmp_path), now=datetime(2026, 11, 21, tzinfo=UTC), staged=True)
+    assert again.limits.max_hours == own.max_hours + 1
+    assert [part.job.parameters.command[16:22] for part in whole.stages] == ["--lr 1", "--lr 3"]  # type: ignore[attr-defined]
 
 
 def test_an_unknown_key_below_a_section_is_refused_with_the_trial(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from gpufleet.infra.definition.loader import load, rehearsal_text
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import DefinitionError, GpufleetError
+from tests.infra.shared_files import SHARED
 from tests.infra.staged_files import STAGED
 from tests.repository import ROOT
 
@@ -136,3 +137,54 @@ def test_a_caller_that_knows_no_stages_is_refused(tmp_path: Path) -> None:
     read(tmp_path)
     with pytest.raises(GpufleetError, match=r"has stages.* r1/prepare, r1/train, r1/judge"):
         load(tmp_path / "staged.yaml", now=NOW)
+
+
+def test_stages_that_stay_have_one_fleet_and_limits_of_their_own(tmp_path: Path) -> None:
+    whole = read(
+        tmp_path, SHARED.replace("limits: {max_usd: 2, max_hours: 2}\n  - name: t2", "estimate: {}\n  - name: t2")
+    )
+    assert [(part.fleet_of, part.fleet_run) for part in whole.stages] == [
+        ("", "r1/t1"),
+        ("t1", "r1/t1"),
+        ("t1", "r1/t1"),
+    ]
+    assert [str(part.limits.max_usd) for part in whole.stages] == ["8", "2", "2"]
+    assert {part.shared for part in whole.stages} == {whole.limits}
+    assert [part.stage for part in whole.with_fleets] == ["t1"]
+    assert [part.fleet_of for part in read(tmp_path).stages] == [""] * 3
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "  - name: t3\n    stays: true\n",
+            "  - name: t3\n",
+            r"stages\[2\].stays: 'none' .* allowed: true in every stage",
+        ),
+        ("  - name: t1\n", "  - name: t1\n    stays: true\n", r"stages\[0\].stays"),
+        ("    stays: true\n", "    stays: false\n", r"stages\[1\].stays: 'false'"),
+        (
+            "stays: true\n",
+            "stays: true\n    fleet: {capacity: on-demand}\n",
+            r"stages\[1\].fleet: .*without stays: true",
+        ),
+        (
+            "command: 'python trial.py {checkpoints} {outputs} --x=2'",
+            "device: cuda, command: x",
+            r"stages\[1\].job: .*t1, whose",
+        ),
+        ("stages:\n", "rerun: {run: r0, from: t2}\nstages:\n", r"rerun: .*without stays: true"),
+    ],
+)
+def test_stages_on_one_node_differ_only_in_what_a_node_need_not_know(
+    tmp_path: Path, old: str, new: str, said: str
+) -> None:
+    with pytest.raises(DefinitionError, match=said):
+        read(tmp_path, SHARED.replace(old, new))
+
+
+def test_a_stage_with_a_fleet_of_its_own_has_no_limits_of_its_own(tmp_path: Path) -> None:
+    text = STAGED.replace("  - name: judge\n", "  - name: judge\n    limits: {max_usd: 1}\n")
+    with pytest.raises(DefinitionError, match=r"stages\[2\].limits: .*with stays: true"):
+        read(tmp_path, text)

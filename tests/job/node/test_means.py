@@ -14,8 +14,8 @@ import pytest
 from gpufleet.job.contract.attempt import AttemptRecord, Beat, Exit, Node
 from gpufleet.job.contract.messages import Spent
 from gpufleet.job.contract.reading import iso
-from gpufleet.job.contract.spent import History, Means, OtherNodes
-from gpufleet.job.contract.terms import RunLimits, Terms, TypePrices
+from gpufleet.job.contract.spent import History, Lives, Means, OtherNodes, count_node
+from gpufleet.job.contract.terms import OwnLimits, RunLimits, Terms, TypePrices
 from gpufleet.job.node.allowance import LEAST_S, OPEN_S, SOON_S, STOP_S, TIMER_S, Allowance
 
 T0 = 1_800_000_000.0
@@ -215,3 +215,42 @@ def test_a_boot_with_nothing_left_ends_the_fleet_at_once(tmp_path: Path) -> None
         world.now += 10
         later.look()
     assert world.hours == stood
+
+
+def test_a_stage_on_the_node_of_others_has_its_own_limits_within_those_of_all() -> None:
+    terms = replace(TERMS, own=OwnLimits(max_usd=Decimal(3), max_hours=Decimal(2)))
+    limits = terms.limits_after(Decimal(4), Decimal(5 * 3600))
+    assert (limits.max_usd, limits.max_hours) == (Decimal(7), Decimal(7))
+    limits = terms.limits_after(Decimal(10), Decimal(19 * 3600))
+    assert (limits.max_usd, limits.max_hours) == (Decimal(12), Decimal(20))
+    assert TERMS.limits_after(Decimal(4), Decimal(0)) == TERMS.limits
+    known = OtherNodes(Node("i-me", "g5.2xlarge", "us-east-2a", T0))
+    known.before = Decimal(4), Decimal(5 * 3600)
+    over, limit = known.means(terms).when_over(None)
+    assert [(over - T0) / 3600, limit] == [pytest.approx(2), "max_hours"]
+
+
+def test_a_node_of_an_earlier_stage_on_the_same_fleet_is_no_node_of_this_one() -> None:
+    told = History(launched={"i-earlier": T0 - 3600, "i-lost": T0 + 60}, ended={"i-earlier": T0 - 60})
+    known = OtherNodes(Node("i-me", "g5.2xlarge", "us-east-2a", T0 + 600, since=T0))
+    known.take(told, T0 + 600)
+    assert known.untold == {"i-lost": T0 + 60}
+
+
+def test_a_machine_that_stayed_costs_until_its_stage_ended_and_has_no_minimum_charge_again() -> None:
+    ended = AttemptRecord(
+        instance="i-1",
+        type="g5.2xlarge",
+        zone="us-east-2a",
+        launched_at=iso(T0),
+        older_s=Decimal(3590),
+        stayed=True,
+        exit=Exit(0, "finished", at=iso(T0 + 20)),
+    )
+    lives = Lives(ended={"i-1": T0 + 7200})
+    counted = count_node(TERMS, ended, None, lives)
+    assert (counted.seconds, counted.lived_s) == (Decimal(20), Decimal(20))
+    taken = replace(counted, reclaimed=True, record=replace(ended, stayed=False))
+    assert taken.free_usd == 0  # AWS took the machine after its first hour
+    assert replace(taken, record=replace(ended, older_s=None)).free_usd == taken.compute_usd > 0
+    assert count_node(TERMS, replace(ended, stayed=False), None, lives).seconds == 7200

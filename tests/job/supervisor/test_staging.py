@@ -265,6 +265,22 @@ def test_a_command_s_code_and_inputs_are_where_its_container_sees_them_and_open_
     assert not (stage.workdir / "data").exists()
 
 
+def test_what_an_earlier_run_on_the_node_left_among_the_inputs_goes_and_what_it_changed_is_brought_again(
+    bench: Bench,
+) -> None:
+    stage = command_stage(bench)
+    staging.inputs(stage)
+    folder = stage.workdir / "user/inputs/text/deep"
+    (folder / "a.txt").write_text("two")
+    (folder / "cache.bin").touch()
+    (folder / "link").symlink_to(bench.folder)
+
+    staging.inputs(stage)
+
+    assert {path.name for path in folder.iterdir()} == {"a.txt"}
+    assert (folder / "a.txt").read_text() == "one"
+
+
 @pytest.mark.parametrize("change", ["", "other bytes", "another file"])
 def test_a_prefix_that_has_changed_since_it_was_listed_is_no_input_of_the_run(bench: Bench, change: str) -> None:
     theirs = FolderStore(bench.folder / "theirs")
