@@ -388,6 +388,16 @@ class StackDefinition:
         """The parts that have a fleet of their own: the stages, or the definition itself if it has none."""
         return self.stages or (self,)
 
+    @property
+    def zones(self) -> list[str]:
+        """The zones of all parts, in the order of their names."""
+        return sorted({zone for part in self.parts for zone in part.fleet.zones})
+
+    @property
+    def changes_fleets(self) -> bool:
+        """Whether a state machine may change the size of a fleet of this run."""
+        return bool(self.fleet.market.stands_by) or self.fleet.lets_go or bool(self.stages)
+
     def changed(self, change: Callable[[StackDefinition], StackDefinition]) -> StackDefinition:
         """The definition with `change` applied to it and to each of its stages."""
         return replace(change(self), stages=tuple(map(change, self.stages)))
@@ -450,7 +460,8 @@ class StackDefinition:
 
     def expiry(self, now: datetime) -> datetime:
         """The time at which AWS ends a fleet that begins now, even if the job is not done."""
-        return self.due(now) or now + timedelta(hours=self.fleet.market.lives_hours(self.limits.max_hours))
+        lives = (part.fleet.market.lives_hours(self.limits.max_hours) for part in self.parts)
+        return self.due(now) or now + timedelta(hours=max(lives))
 
     def hours_left(self, now: datetime) -> float | None:
         """Hours from the run's begin to its deadline; negative if the deadline has passed, None if there is none."""

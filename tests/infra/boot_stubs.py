@@ -240,6 +240,7 @@ class StubNode:
         self.notify: dict[str, Any] = {}
         self.fallback = False
         self.next_stage, self.before = "", list[str]()
+        self.run = "r1"
         self.image = "public.ecr.aws/x/pytorch:1@sha256:aa"
         self.job_image = ""
         self.parameters: dict[str, Any] = {}
@@ -300,7 +301,7 @@ class StubNode:
         main.write_text(f"{before}{by}{after}")
 
     def put(self, key: str, value: Any) -> None:
-        file = self.s3 / "r1" / key
+        file = self.s3 / self.run / key
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(value if isinstance(value, str) else json.dumps(value))
 
@@ -358,7 +359,7 @@ class StubNode:
         self.put("run.json", run_config)
         rendered = user_data.render(
             stack="tinystories-growth",
-            run_id="r1",
+            run_id=self.run,
             region="us-east-2",
             image=self.image,
             job_image=self.job_image,
