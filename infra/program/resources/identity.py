@@ -210,8 +210,8 @@ def node_statements(
 
 def _ask_again(definition: StackDefinition, schedule_arn: str) -> list[dict[str, Any]]:
     """The right to start the state machines that empty a fleet and later ask for its nodes again."""
-    machine = machine_arn(schedule_arn)
-    arns = [f"{machine}{asks_again(part.run.id)}" for part in definition.parts if part.fleet.lets_go]
+    several = [part.run.id for part in definition.parts if part.fleet.lets_go]
+    arns = [f"{machine_arn(schedule_arn)}{asks_again(run)}" for run in several]
     start = {"Sid": "AskAgain", "Effect": "Allow", "Action": "states:StartExecution"}
     return [{**start, "Resource": one_or_all(arns)}] if arns else []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from tests.job import two_tower_world as world
 from tests.job.train_world import StopAt
 
 FOLDS, MEMBERS = 5, 10
-PARAMETERS = {"sweep": ["o", "r"], "epochs": 3, "steps_per_epoch": 2}
+PARAMETERS: dict[str, Any] = {"sweep": ["o", "r"], "epochs": 3, "steps_per_epoch": 2}
 
 
 def rank(number: int, size: int, port: int, workdir: Path, look: int | None) -> None:
