@@ -215,7 +215,7 @@ def _resembles(volume: dict[str, Any], definition: StackDefinition) -> bool:
     disks = [definition.storage.root, *([definition.storage.data] if definition.storage.data else [])]
     sizes = {(disk.size_gib, disk.iops, disk.throughput_mibps) for disk in disks}
     size = (volume["Size"], volume.get("Iops"), volume.get("Throughput"))
-    places, zones = {volume["AvailabilityZone"], volume.get("AvailabilityZoneId")}, definition.fleet.zones
+    places, zones = {volume["AvailabilityZone"], volume.get("AvailabilityZoneId")}, definition.zones
     return not volume.get("Tags") and bool(places & set(zones)) and size in sizes
 
 

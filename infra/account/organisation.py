@@ -119,7 +119,7 @@ def boundary(definition: StackDefinition, iam: Any) -> Iterator[Check]:
         for statement in [
             *node_statements(definition, f"arn:aws:s3:::{made}", log_group, schedule, role, topic),
             *stop_statements(definition),
-            *(fallback if definition.fleet.market.stands_by or definition.fleet.lets_go else []),
+            *(fallback if definition.changes_fleets else []),
         ]
         if statement["Effect"] == "Allow"
         for wish in _wishes(statement)

@@ -26,13 +26,12 @@ COMMANDS = "gpufleet's own"  # the value of the column `when` for a request that
 def declared(definition: StackDefinition) -> dict[str, list[str]]:
     """The resource types that the program declares, each with the actions that the provider needs."""
     own_network = definition.account.vpc is None
-    waits = bool(definition.fleet.market.stands_by) or len(definition.with_fleets) > 1  # whether a fleet begins later
     holds = {
         "": True,
         "own network": own_network,
         "NAT gateway": own_network and definition.fleet.cards == "all",
-        "several nodes": definition.nodes > 1,
-        "state machine": waits or definition.fleet.lets_go,
+        "several nodes": any(part.nodes > 1 for part in definition.parts),
+        "state machine": definition.changes_fleets,
         "e-mail": definition.notify.email is not None,
         "bake": is_builder(definition) and definition.storage.data is None,
         "bake of data": is_builder(definition) and definition.storage.data is not None,

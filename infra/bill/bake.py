@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
@@ -33,25 +34,29 @@ def usd(bake: Bake | BakedData) -> Decimal:
     return bake.builder_usd + bake.usd_per_month * Decimal(lives.total_seconds()) / 3600 / MONTH_H
 
 
-def lines(definition: StackDefinition, bill: Bill, root: Path) -> list[str]:
-    """The sentences about the cost of the AMI from which the nodes start and of the snapshot of data that they read.
-    The list is empty if the definition uses neither.
+def lines(parts: Sequence[tuple[StackDefinition, Bill]], root: Path) -> list[str]:
+    """The sentences about the cost of the AMI from which the nodes of a run, or of its stages, start, and of the
+    snapshot of data that they read. The list is empty if the run uses neither.
     """
-    bake, data = bakes.read(definition, root), bakes.read_data(definition, root)
-    sentences = (
-        [] if data is None else [f"{_costs(data)} It is a copy of {data.place}, and costs {usd(data):.2f} in all."]
-    )
-    if bake is None:
-        return sentences
-    price = next(line.unit_price for line in bill.chosen.lines if line.kind == "compute") * definition.nodes
-    return [f"{_costs(bake)} {pays_after(bake, price)}", *sentences]
+    sentences: dict[str, list[str]] = {}  # by what was baked, which stages may share
+    for definition, bill in parts:
+        bake, data = bakes.read(definition, root), bakes.read_data(definition, root)
+        if bake is not None:
+            price = next(line.unit_price for line in bill.chosen.lines if line.kind == "compute") * definition.nodes
+            stage = definition.stage and f"{definition.stage}: "
+            sentences.setdefault(bake.id, [_costs(bake)]).append(f"{stage}{pays_after(bake, price)}")
+        if data is not None:
+            whole = f"It is a copy of {data.place}, and costs {usd(data):.2f} in all."
+            sentences.setdefault(data.id, [_costs(data), whole])
+    return [" ".join(some) for some in sentences.values()]
 
 
 def to_json(definition: StackDefinition, root: Path) -> list[dict[str, str]]:
     """The AMI from which the nodes start and the snapshot of data that they read, if the definition uses them. The keys
     are documented in docs/bill.md.
     """
-    baked = (bakes.read(definition, root), bakes.read_data(definition, root))
+    read = (bakes.read, bakes.read_data)
+    baked = dict.fromkeys(found(part, root) for part in definition.parts for found in read)
     return [
         {"id": one.id, "usd": f"{usd(one):.4f}", "usd_per_month": str(one.usd_per_month), "until": one.until}
         for one in baked

@@ -347,7 +347,7 @@ def _save_s(
     save is not asynchronous, the trainer also waits until the files are written.
     """
     whole_gb = config.sizes().checkpoints[index] / 1e9
-    copied_s = SAVE_BLOCKS_S + whole_gb / (ranks if size.sharded else 1) / HOST_COPY_GB_S
+    copied_s = SAVE_BLOCKS_S + whole_gb / (size.shared_by(ranks) if size.sharded or size.models else 1) / HOST_COPY_GB_S
     written_s = whole_gb / write_gb_s
     if seen is not None:
         copied_s = copied_s if seen.save_blocks_s is None else seen.save_blocks_s

@@ -150,7 +150,8 @@ def _price_trials(
 
 def _need(bill: Bill) -> Need:
     usd, hours = bill.chosen.reserve
-    return enough(bill.chosen.metered_usd.p50 + usd), enough(bill.chosen.needed_hours.p50 + hours)
+    of_each = bill.chosen.needed_hours.p50 + hours
+    return enough(bill.chosen.metered_usd.p50 + usd), enough(bill.market.nodes * of_each)
 
 
 def _total(needs: Sequence[Need]) -> Need:

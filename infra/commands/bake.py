@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     the bill, or if something is left in the account.
     """
     root = project_root(Path.cwd())
-    definition = stack.definition_of(args)
+    definition = stack.definition_of(args, staged=True)
     made: Made = MadeImage(definition=definition, root=root)
     if args.data:
         content = Content(args.data, "", 1) if args.delete else _content(args.data, definition, root)
@@ -154,7 +154,16 @@ class MadeImage:
         return self.definition.fleet.baked_ami
 
     def require(self) -> None:
-        """Raises GpufleetError for an image without a digest: only a digest says what is in the AMI."""
+        """Raises GpufleetError for an image without a digest, because only a digest says what is in the AMI, and for
+        stages that need different AMIs.
+        """
+        parts = {part.stage: (*part.job.images, part.fleet.ami) for part in self.definition.parts}
+        if len({frozenset(needed) for needed in parts.values()}) > 1:
+            of_each = "; ".join(f"{stage} has {', '.join(needed)}" for stage, needed in parts.items())
+            raise GpufleetError(
+                f"{self.definition.source}: {of_each}. A bake is one AMI, from which the nodes of all stages start:"
+                " write job.image, job.supervisor_image and fleet.ami at the top of the file, and in no stage"
+            )
         if loose := [image for image in self.definition.job.images if "@sha256:" not in image]:
             pinned = f"`gpufleet doctor {self.definition.argument} --pin` writes digests"
             raise GpufleetError(f"{self.definition.source}: {', '.join(loose)} has no digest; {pinned}")
@@ -338,12 +347,13 @@ class BakeWork:
         usd = bill_of(self.whole.definition, self.root, catalog).usd.p50
         baked = self.made.keep(self.engine.outputs(), usd, self._ec2)
         path = bakes.write(baked, self.root)
-        definition = stack.definition_of(argparse.Namespace(stack=self.definition.argument))
+        definition = stack.definition_of(argparse.Namespace(stack=self.definition.argument), staged=True)
         print(f"{path.relative_to(self.root)} and {definition.source.name} name {baked.id}. Commit both.")
-        for sentence in bake.lines(definition, bill_of(definition, self.root, catalog), self.root):
+        priced = [(part, bill_of(part, self.root, catalog)) for part in definition.parts]
+        for sentence in bake.lines(priced, self.root):
             print("\n".join(wrap(sentence)))
         tell({"id": baked.id, "until": baked.until, "usd_per_month": f"{baked.usd_per_month:.2f}"})
-        if wrong := list(bakes.not_ready(definition, self.root)):
+        if wrong := list(dict.fromkeys(why for part in definition.parts for why in bakes.not_ready(part, self.root))):
             raise GpufleetError("\n".join(wrong))
         return 0
 

@@ -341,8 +341,8 @@ class Campaign:
         runs = {name: by_name[name].runs if name in by_name else (name,) for name, entry in ledger.runs.items()}
         left_out = {run: MISSED for trial in self.trials for run in trial.left_out}
         ended = [run for name, entry in ledger.runs.items() if entry.ended for run in runs[name] if run not in left_out]
-        left = [trial for trial in self.trials if trial.name not in ledger.runs]
-        waiting = {run: self._misfit(trial, ledger) for trial in left for run in trial.runs} | left_out
+        unbegun = [trial for trial in self.trials if trial.name not in ledger.runs]
+        waiting = {run: self._misfit(trial, ledger) for trial in unbegun for run in trial.runs} | left_out
         wrong = [name for name, code in self.finished.items() if code]
         held = {name: ledger.runs[name].by for name in ledger.open_runs()}
         _tell(self.name, ledger, [*waiting], wrong)

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         line = options.line if options else ""
         command = f"gpufleet cost {definition.priced_argument}"
         print("\n".join(answer(bill, command, today=now.date(), cheaper=line, fallbacks=fallbacks)))
-    for sentence in () if args.json else bake.lines(definition, bill, root):
+    for sentence in () if args.json else bake.lines([(definition, bill)], root):
         print("\n".join(wrap(sentence)))
     sys.stdout.flush()
     facts = policy.facts(definition, bill, fallbacks)
@@ -139,13 +139,14 @@ def _stages(definition: StackDefinition, root: Path, now: datetime, *, as_json: 
     whole, wrong = price_stages(definition, price_stage, now.date())
     broken: tuple[policy.Broken, ...] = ()
     if whole is not None:
-        sys.stdout.write(json.dumps(whole.to_json(), indent=2) + "\n" if as_json else "\n".join(whole.lines()) + "\n")
-        wrong += [
-            problem
-            for stage, bill in zip(definition.stages, whole.bills, strict=True)
-            for problem in problems(stage, bill)
-        ]
-        parts = [(stage, bill, ()) for stage, bill in zip(definition.stages, whole.bills, strict=True)]
+        priced = list(zip(definition.stages, whole.bills, strict=True))
+        if as_json:
+            print(json.dumps(whole.to_json() | {"baked": bake.to_json(definition, root)}, indent=2))
+        else:
+            baked = (line for sentence in bake.lines(priced, root) for line in wrap(sentence))
+            print("\n".join([*whole.lines(), *baked]))
+        wrong += [problem for stage, bill in priced for problem in problems(stage, bill)]
+        parts = [(stage, bill, ()) for stage, bill in priced]
         broken = policy.broken_by_any(rules, parts, whole.usd.p90)
     for stage in definition.stages:
         wrong += [*code_problems(stage, root), *image_problems(stage)]

@@ -401,6 +401,16 @@ class StackDefinition:
         """The run id in the tags of the fleet that this part uses."""
         return f"{self.run.id.partition('/')[0]}/{self.fleet_of}" if self.fleet_of else self.run.id
 
+    @property
+    def zones(self) -> list[str]:
+        """The zones of all parts, in the order of their names."""
+        return sorted({zone for part in self.parts for zone in part.fleet.zones})
+
+    @property
+    def changes_fleets(self) -> bool:
+        """Whether a state machine may change the size of a fleet of this run."""
+        return bool(self.fleet.market.stands_by) or self.fleet.lets_go or len(self.with_fleets) > 1
+
     def changed(self, change: Callable[[StackDefinition], StackDefinition]) -> StackDefinition:
         """The definition with `change` applied to it and to each of its stages."""
         return replace(change(self), stages=tuple(map(change, self.stages)))
@@ -463,7 +473,8 @@ class StackDefinition:
 
     def expiry(self, now: datetime) -> datetime:
         """The time at which AWS ends a fleet that begins now, even if the job is not done."""
-        return self.due(now) or now + timedelta(hours=self.fleet.market.lives_hours(self.limits.max_hours))
+        lives = (part.fleet.market.lives_hours(self.limits.max_hours) for part in self.parts)
+        return self.due(now) or now + timedelta(hours=max(lives))
 
     def hours_left(self, now: datetime) -> float | None:
         """Hours from the run's begin to its deadline; negative if the deadline has passed, None if there is none."""

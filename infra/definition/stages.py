@@ -65,7 +65,7 @@ def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]
             own[REHEARSAL] = merge(rest.get(REHEARSAL), _reduced_to(rehearsal, INTERRUPTIONS))
         stage, wrong = build(replace(tree, entries={**rest, **own}), Earlier(tuple(names), tuple(taken)))
         problems += of_form(f"{STAGES}[{index}]", wrong)
-        _fleet(stage, path, findings)
+        _fleet(stage, built[0] if built else stage, path, findings)
         _takes(stage, jobs, path, findings)
         jobs[name] = stage.job.parameters
         if index < begin:
@@ -193,11 +193,13 @@ def _takes(one: StackDefinition, earlier: dict[str, JobConfig], path: str, findi
             findings.add(f"{path}.{config.path}.{key}", wanted, value=name)
 
 
-def _fleet(one: StackDefinition, path: str, findings: Findings) -> None:
+def _fleet(one: StackDefinition, first: StackDefinition, path: str, findings: Findings) -> None:
     """Reports settings that are not supported yet for fleets of stages."""
-    market = one.fleet.market
-    if one.fleet.is_gang:
-        findings.add(f"{path}.fleet.nodes", "1: a stage has one node at a time", value=str(one.fleet.nodes))
+    market, region = one.fleet.market, first.fleet.region
+    if one.fleet.region != region:
+        findings.add(f"{path}.fleet.region", f"{region}, as all stages have one network", value=one.fleet.region)
+    if one.fleet.cards == "all":
+        findings.add(f"{path}.fleet.cards", "one: a NAT gateway, which `all` needs, would be billed during every stage")
     if market.stands_by or not market.replaces:
         allowed = "spot or on-demand, without fleet.fallback: the fleet of a stage waits for the stage before it"
         findings.add(f"{path}.fleet.capacity", allowed, value=one.fleet.capacity)

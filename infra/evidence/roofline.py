@@ -40,8 +40,9 @@ def limits_ms(index: int, instance: Instance, config: JobConfig, ranks: int) -> 
     tokens = size.tokens_per_step * (1 + batch.empty_rows(config, ranks) / (config.rows() or 1))
     rung = _rung(instance, config, ranks)
     again = size.forward_share if rung.products_too and size.steps else 0.0
-    compute_s = tokens * size.flops_per_token * (1 + again) / (peak * share * ranks * 1e12)
-    cut = ranks if size.sharded else 1
+    shared_by = size.shared_by(ranks)
+    compute_s = tokens * size.flops_per_token * (1 + again) / (peak * share * shared_by * 1e12)
+    cut = shared_by if size.sharded or size.models else 1
     traffic = size.params_trained * size.optimizer_traffic_bytes_per_param / cut
     if rung.checkpointing and size.steps:
         held = (config.memory(index, option, ranks) for option in (Rung(micro=rung.micro), rung))
@@ -70,7 +71,7 @@ def exchange_ms(
     gradients = size.params_trained * GRADIENT_BYTES
     link_rate = instance.gpu.link_gb_s * REACHED[instance.gpu.link] * 1e9
     within = 0.0
-    if per_node > 1:
+    if per_node > 1 and size.models is None:
         micros = batch.micro_batches(config, _rung(instance, config, ranks), ranks)
         summed = micros * gradients if size.sharded else 2 * gradients
         within = (per_node - 1) / per_node * (micros * size.gathered_bytes + summed) / link_rate

@@ -142,11 +142,11 @@ def _data_not_ready(definition: StackDefinition, root: Path) -> Iterator[str]:
     yield f"storage.data.snapshot, {data.snapshot}, {why}: {_advice_data(definition, data)}."
 
 
-def gone_before_the_end(definition: StackDefinition, root: Path, now: datetime) -> Iterator[str]:
-    """A sentence if the baked AMI or snapshot may be deleted while the fleet of a run that begins now still replaces
+def gone_before_the_end(definition: StackDefinition, root: Path, end: datetime) -> Iterator[str]:
+    """A sentence if the baked AMI or snapshot may be deleted while a fleet that lives until `end` still replaces
     nodes.
     """
-    bake, data, end = read(definition, root), read_data(definition, root), definition.expiry(now)
+    bake, data = read(definition, root), read_data(definition, root)
     for key, baked, advice in (
         ("fleet.baked_ami", bake, _advice(definition)),
         ("storage.data.snapshot", data, data and _advice_data(definition, data)),

@@ -115,7 +115,7 @@ class Plan:
     def shown(self, today: date) -> list[str]:
         """The bill in a dozen lines, and a line about what a destroy will leave."""
         if self.staged:
-            return [*self.staged.lines(), f"Kept after destroy: {self.kept_after_destroy()['what']}."]
+            return [*self.staged.lines(), f"Kept after destroy: {self.kept_after_destroy()['what']}.", *self.bake]
         lines = answer(
             self.bill,
             f"gpufleet cost {self.definition.priced_argument}",
@@ -173,7 +173,8 @@ def make(
         definition = definition.changed(lambda part: tagged(part, tags))
     goes_on = (previous.outputs.get("run") or {}).get("id") == definition.run.id
     own = archive.build(Path(job.__file__).parent)
-    job_files = [_gather(part, root, now, own, preview=preview, goes_on=goes_on) for part in definition.parts]
+    ends = None if goes_on else definition.expiry(now)
+    job_files = [_gather(part, root, now, own, preview=preview, ends=ends) for part in definition.parts]
     codes = dict.fromkeys(files.code.sha256 for files in job_files if files.code)
     verdict = judge(
         definition,
@@ -221,13 +222,21 @@ class JobFiles:
 
 
 def _gather(
-    definition: StackDefinition, root: Path, now: datetime, own: archive.Archive, *, preview: bool, goes_on: bool
+    definition: StackDefinition,
+    root: Path,
+    now: datetime,
+    own: archive.Archive,
+    *,
+    preview: bool,
+    ends: datetime | None,
 ) -> JobFiles:
-    """Reads the inputs of the job. Raises GpufleetError; in a preview a missing input is only a warning."""
+    """Reads the inputs of the job. `ends`: until when the fleets of a run that begins now may launch nodes; None if the
+    run has begun. Raises GpufleetError; in a preview a missing input is only a warning.
+    """
     folder = definition.storage.dataset_folder(root)
     missing = not_ready(definition, root)
-    if not goes_on:
-        missing[:0] = [*definition.fleet.market.not_begun(now), *bakes.gone_before_the_end(definition, root, now)]
+    if ends is not None:
+        missing[:0] = [*definition.fleet.market.not_begun(now), *bakes.gone_before_the_end(definition, root, ends)]
     if missing and not preview:
         raise GpufleetError("\n".join([f"{definition.source}: not ready for up", *(f"  - {line}" for line in missing)]))
     dataset = prepared_dataset(definition, root)
@@ -317,7 +326,8 @@ def _in_stages(whole: StackDefinition, job_files: list[JobFiles], shared: Shared
         later = plans[0] if plans and plans[0].definition.fleet_of else None
         plans = (_plan(stage, bill, files, shared, late=late, whole_usd=staged.usd, following=later), *plans)
     warnings = tuple(dict.fromkeys(warning for plan in plans for warning in plan.warnings))
-    return replace(plans[0], definition=whole, stages=plans, staged=staged, warnings=warnings)
+    baked = tuple(bake.lines(list(zip(whole.stages, staged.bills, strict=True)), shared.root))
+    return replace(plans[0], definition=whole, stages=plans, staged=staged, warnings=warnings, bake=baked)
 
 
 def _unconfirmed(definition: StackDefinition) -> list[str]:
@@ -359,7 +369,7 @@ def _plan(
         archive=shared.archive,
         **files.fields(),
         run_config=run_file.encode(config).decode(),
-        bake=tuple(bake.lines(definition, bill, shared.root)),
+        bake=tuple(bake.lines([(definition, bill)], shared.root)),
         warnings=(
             *files.missing,
             *late,

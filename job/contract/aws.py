@@ -20,3 +20,16 @@ LAUNCHED, ENDED = "launched", "terminated"  # a node's events in a fleet's histo
 HANDOVER_S, SWITCH_MARGIN_S = 600, 900
 SWITCH = "switch"  # the schedule that starts the on-demand fleet
 SILENCE = "silence"  # the schedule that sends a message if no node has trained for a long time
+
+
+def begins(stage: str) -> str:
+    """What follows the schedule group's name in that of the state machine that begins this stage."""
+    return f"-{stage}"
+
+
+def asks_again(run: str) -> str:
+    """The same of the state machine that asks for all nodes of the run, or of the stage RUN/STAGE, again. AWS allows 80
+    characters for the whole name, which a long stack's name and a long stage's name nearly fill.
+    """
+    stage = run.partition("/")[2]
+    return stage and f"_{stage}"

@@ -26,13 +26,14 @@ def launched(config: JobConfig, ranks: int) -> int:
 
 def rows_per_rank(config: JobConfig, ranks: int) -> int:
     """The rows of each rank in a step, the same for every rank; 1 if unknown."""
-    return -(-(config.rows() or 1) // ranks)
+    rows = config.rows() or 1
+    return rows if config.share == "models" else -(-rows // ranks)
 
 
 def empty_rows(config: JobConfig, ranks: int) -> int:
     """The empty rows that fill up the last ranks in a step, over all ranks; 0 if unknown."""
     rows = config.rows()
-    return 0 if rows is None else rows_per_rank(config, ranks) * ranks - rows
+    return 0 if rows is None or config.share == "models" else rows_per_rank(config, ranks) * ranks - rows
 
 
 def micro_batches(config: JobConfig, rung: Rung, ranks: int) -> int:

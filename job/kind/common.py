@@ -160,6 +160,7 @@ class PhaseSize:
     row_host_ms: float = 0.0  # host time per row of a rank: preparation at run time
     slower: float = 1.0  # factor on the time of its kind of work if a setting that speeds it up is off
     growth_s: float = 0.0  # seconds before the phase's first step, to make and check a model that changes shape
+    models: int | None = None  # models that train side by side, each on one rank; None: the ranks share each step
     sharded: bool = False  # whether the trained state is split over the ranks (FSDP2); if not, each rank has a copy
     gathered_bytes: int = 0  # bytes of split weights that each micro-batch gathers from the ranks
     # The form of attention that is assumed in flops_per_token; None if there is none.
@@ -170,6 +171,10 @@ class PhaseSize:
     validation: str | None = "val"
     may_stop_early: bool = False  # whether the phase may end by itself before its last step
     waits_for_saves: bool = False  # whether training waits until a save is written
+
+    def shared_by(self, ranks: int) -> float:
+        """By how many ranks the time of a step is divided: with `models`, the rank with the most models decides."""
+        return ranks if self.models is None else self.models / -(-self.models // ranks)
 
     def evaluation_s(self, step_s: float) -> float:
         """Seconds of one evaluation, if a step takes `step_s`."""

@@ -28,7 +28,7 @@ from gpufleet.job.clock import SteadyClock
 from gpufleet.job.contract import done as ends
 from gpufleet.job.contract import terms
 from gpufleet.job.contract.attempt import SLOW, SUPERSEDED, AttemptRecord, Exit, Node
-from gpufleet.job.contract.aws import FLEET_TAG, FREE_S, NOTICE_PATH
+from gpufleet.job.contract.aws import FLEET_TAG, FREE_S, NOTICE_PATH, asks_again, begins
 from gpufleet.job.contract.bucket import ARCHIVE, ASKED, ATTEMPTS, DONE, HEARTBEATS, attempt_key, boot_log_key, stage_of
 from gpufleet.job.contract.codes import AttemptExit
 from gpufleet.job.contract.messages import AskAgain
@@ -436,7 +436,7 @@ class NodeRun:
         if listed and ASKED in self.keys:
             return say(f"somebody asked the run to end: the stage {stage} does not begin")
         self.allowance.open()  # no node of the run costs money until the next stage has one
-        if not listed or not retry(5, lambda: self._start_machine(f"-{stage}", "{}")):
+        if not listed or not retry(5, lambda: self._start_machine(begins(stage), "{}")):
             self._leave(f"the stage {stage} could not be begun: the next node tries again")
         say(f"the stage {stage} begins")
 
@@ -454,12 +454,12 @@ class NodeRun:
             pool.submit(self._record_stay)
             pool.submit(call, "docker", "rm", "-f", container.name(self.machine.instance))
         self.allowance.hold()
-        for folder, kept in (
+        for folder, stays in (
             (self.folder, KEPT),
             *(((self.workdir, KEPT_OF_WORK), (self.workdir / USER, {NAMED})) if self.workdir else ()),
         ):
             for path in folder.iterdir() if folder.exists() else ():
-                if path.name not in kept:
+                if path.name not in stays:
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         settings = {
             "RUN_ID": stage_of(self.settings.run, following.stage),
@@ -543,8 +543,9 @@ class NodeRun:
         """Ends this node, because other nodes were missing for too long. After a pause, AWS launches all nodes
         again.
         """
-        pause, once = json.dumps({"pause_s": round(pause_s)}), ("--name", f"{self.settings.run}-{name}")
-        begun = retry(3, lambda: self._start_machine("", pause, *once))
+        run = self.settings.run
+        pause, once = json.dumps({"pause_s": round(pause_s)}), ("--name", f"{run.replace('/', '-')}-{name}")
+        begun = retry(3, lambda: self._start_machine(asks_again(run), pause, *once))
         then = f"AWS launches all again in {pause_s / 60:.0f} minutes" if begun else "its fleet launches nodes at once"
         say(f"others were missing: {then}")
         self.allowance.open()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import yaml
+
 from tests.rehearsal.engine_world import AMI
 
 STAGED = """\
@@ -38,3 +40,12 @@ DIGEST = "@sha256:" + "5" * 64
 PINNED = STAGED.replace(IMAGE, f"{IMAGE}{DIGEST}\n  supervisor_image: {IMAGE}{DIGEST}").replace(
     "  capacity: spot\n", f"  capacity: spot\n  ami: {AMI}\n"
 )
+
+
+def several_in(stage: str, text: str = STAGED, *, nodes: int = 2) -> str:
+    """The definition, in which this stage has several nodes. Its image has a digest."""
+    tree = yaml.safe_load(text if DIGEST in text else text.replace(IMAGE, f"{IMAGE}{DIGEST}"))
+    own = next(each for each in tree["stages"] if each["name"] == stage)
+    own["job"]["env"] = {"NODE_RANK": "{node_rank}", "WORLD_SIZE": "{ranks}"}
+    own["fleet"] = {**own.get("fleet", {}), "nodes": nodes, "zones": ["us-east-2a"]}
+    return str(yaml.safe_dump(tree))

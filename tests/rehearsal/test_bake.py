@@ -155,6 +155,29 @@ def test_nodes_start_from_the_bake_without_a_pull_until_it_is_deleted(
     assert [*(world.root / "bakes").iterdir()] == []
 
 
+def test_all_stages_start_from_one_bake(
+    world: BakeWorld, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda _: "yes")
+    source = world.definition.source
+    source.write_text(
+        f"{TEXT}stages:\n  - name: prepare\n    fleet: {{instance_types: [c7i.xlarge]}}\n  - name: train\n"
+    )
+    assert main(["bake", STACK]) == 0, capsys.readouterr()
+    said = capsys.readouterr().out
+    assert said.count(" a month until ") == 1
+    assert main(["cost", STACK]) == 0
+    assert " ".join(capsys.readouterr().out.split()).count("Its builder pulled the images in") == 2
+    assert world.engine.up().ok
+    wait_for("the end of the run", lambda: sum(each.ended_at is not None for each in world.nodes(STACK)) == 2)
+    made = load(source, now=datetime.now(UTC), staged=True).fleet.baked_ami
+    assert [each.image for each in world.nodes(STACK)] == [made, made]
+    assert world.log(STACK).count("nothing is pulled") == 4
+    assert world.engine.destroy().ok
+    assert main(["bake", STACK, "--delete"]) == 0
+    assert world.cloud.leftovers() == {}
+
+
 @pytest.fixture
 def model(world: BakeWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A finished model, for a builder whose volume is a folder of this machine."""

@@ -33,6 +33,7 @@ from gpufleet.rehearsal.engine import InProcess, write_project
 from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.node import NodeRunner
 from tests import forked
+from tests.infra.commands.test_campaign_command import DriverKilledError
 from tests.infra.shared_files import ONE
 from tests.rehearsal.test_shared_node import SCRIPT
 from tests.waiting import wait_for
@@ -144,10 +145,6 @@ def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Night]:
             yield world
         finally:
             runner.close()
-
-
-class DriverKilledError(BaseException):
-    """The end of the driver."""
 
 
 def kill(_: float = 0) -> None:

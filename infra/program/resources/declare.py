@@ -22,6 +22,7 @@ from gpufleet.infra.program.resources.network import GivenVpc, Network
 from gpufleet.infra.program.resources.notices import NoticesComponent
 from gpufleet.infra.program.resources.stop import FleetStop
 from gpufleet.infra.program.resources.storage import StorageComponent, Upload
+from gpufleet.job.contract.aws import asks_again, begins
 from gpufleet.job.contract.bucket import ARCHIVE, CODE, input_key
 from gpufleet.job.contract.workdir import RUN
 
@@ -139,7 +140,7 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
                 f"{prefix}begin{_part(part)}",
                 part.definition,
                 role=part.definition.stage,
-                part=_part(part),
+                part=begins(part.definition.stage),
                 does="begins a stage of a gpufleet run",
                 steps=stages.steps,
                 fleet=theirs,
@@ -153,21 +154,25 @@ def declare(plan: Plan, root: Path, around: Surroundings = Surroundings()) -> De
         both = [launched, *fleet.standing_by, *waiting]
         ends = stop.declare_for(both, verdict.run.valid_until)
         known: list[pulumi.Resource] = [ends, *(notices.declare_for(both) if notices else [])]
-        if definition.fleet.lets_go:
-            again = FleetMachine(
+        launching = [launched, *waiting]
+        known += [
+            FleetMachine(
                 "GatherMachine",
-                f"{prefix}gather",
-                definition,
-                role="gather",
+                f"{prefix}gather{_part(part)}",
+                part.definition,
+                role=f"gather{_part(part)}",
+                part=asks_again(part.definition.run.id),
                 does="asks for all nodes of a gpufleet run again",
                 steps=gather.steps,
-                fleet=launched,
+                fleet=theirs,
                 stop=stop,
                 permissions_boundary=around.permissions_boundary,
                 opts=options,
-            )
-            known.append(again.machine)
-        for component, theirs in zip(fleets, [launched, *waiting], strict=True):
+            ).machine
+            for part, theirs in zip(plan.with_fleets, launching, strict=True)
+            if part.definition.fleet.lets_go
+        ]
+        for component, theirs in zip(fleets, launching, strict=True):
             component.declare_known(theirs, known)
     return DeclaredRun(
         bucket=storage.bucket.bucket,

@@ -23,7 +23,7 @@ from gpufleet.infra.program.resources.gather import machine_arn
 from gpufleet.infra.program.resources.stop import SERVICE, with_its_nodes
 from gpufleet.infra.program.resources.tags import owned, tags
 from gpufleet.job.contract import bucket
-from gpufleet.job.contract.aws import SILENCE, SWITCH
+from gpufleet.job.contract.aws import SILENCE, SWITCH, asks_again, begins
 from gpufleet.job.contract.workdir import RUN
 from gpufleet.job.kind.job import secrets_needed
 
@@ -175,7 +175,7 @@ def node_statements(
             "Action": ["scheduler:GetSchedule", "scheduler:UpdateSchedule"],
             "Resource": [schedule_arn, *(f"{group}/{other}" for other in others)] if others else schedule_arn,
         },
-        *([_ask_again(schedule_arn)] if definition.fleet.lets_go else []),
+        *_ask_again(definition, schedule_arn),
         *_begin_stages(definition, schedule_arn),
         *([{"Sid": "Tell", "Effect": "Allow", "Action": "sns:Publish", "Resource": topic_arn}] if topic_arn else []),
         {
@@ -213,10 +213,12 @@ def _folders(definition: StackDefinition) -> list[str]:
     return [f"{definition.run.id}/*"] if definition.parts[0].shared else [part.run.id for part in definition.parts]
 
 
-def _ask_again(schedule_arn: str) -> dict[str, Any]:
-    """The right to start the state machine that empties the fleet and later asks for its nodes again."""
-    arn = machine_arn(schedule_arn)
-    return {"Sid": "AskAgain", "Effect": "Allow", "Action": "states:StartExecution", "Resource": arn}
+def _ask_again(definition: StackDefinition, schedule_arn: str) -> list[dict[str, Any]]:
+    """The right to start the state machines that empty a fleet and later ask for its nodes again."""
+    several = [part.run.id for part in definition.with_fleets if part.fleet.lets_go]
+    arns = [f"{machine_arn(schedule_arn)}{asks_again(run)}" for run in several]
+    start = {"Sid": "AskAgain", "Effect": "Allow", "Action": "states:StartExecution"}
+    return [{**start, "Resource": one_or_all(arns)}] if arns else []
 
 
 def _taken_over(definition: StackDefinition, bucket_arn: str) -> list[dict[str, Any]]:
@@ -229,7 +231,7 @@ def _taken_over(definition: StackDefinition, bucket_arn: str) -> list[dict[str, 
 
 def _begin_stages(definition: StackDefinition, schedule_arn: str) -> list[dict[str, Any]]:
     """The right to start the state machines that begin later stages."""
-    arns = [f"{machine_arn(schedule_arn)}-{stage.stage}" for stage in definition.with_fleets[1:]]
+    arns = [f"{machine_arn(schedule_arn)}{begins(stage.stage)}" for stage in definition.with_fleets[1:]]
     start = {"Sid": "BeginStages", "Effect": "Allow", "Action": "states:StartExecution"}
     return [{**start, "Resource": one_or_all(arns)}] if arns else []
 

@@ -79,7 +79,7 @@ class Network(pulumi.ComponentResource):
             opts=child,
         )
         self.ready.append(egress)
-        if definition.fleet.is_gang:
+        if any(part.fleet.is_gang for part in definition.parts):
             self.ready += self._between_nodes(name, label, child)
         self.register_outputs({"vpc_id": vpc_id})
 
@@ -129,7 +129,7 @@ class Network(pulumi.ComponentResource):
         )
         self.subnets = {}
         associations: list[pulumi.Resource] = []
-        for zone in sorted(definition.fleet.zones):
+        for zone in definition.zones:
             subnet = aws.ec2.Subnet(
                 f"{name}-{zone}",
                 vpc_id=vpc.id,

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from gpufleet.job.experiments.engine.data import mix
 from gpufleet.job.experiments.engine.experiment import Micro, Work
+from gpufleet.job.experiments.engine.parallel import World
 from gpufleet.job.experiments.two_tower.folds import Member, rows_of, watched
-from gpufleet.job.experiments.two_tower.members import Members
+from gpufleet.job.experiments.two_tower.members import ALONE, Members, Share
 from gpufleet.job.experiments.two_tower.model import Noise, draw_noise
 from gpufleet.job.experiments.two_tower.ranking import Tables
 from gpufleet.job.experiments.two_tower.ranking_metrics import ndcg
@@ -26,17 +27,32 @@ from gpufleet.job.experiments.two_tower.spec import TwoTowerConfig
 class Batches:
     """The data of one phase, with the weak labels."""
 
-    def __init__(self, members: Sequence[Member], tables: Tables, config: TwoTowerConfig, device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self,
+        members: Sequence[Member],
+        tables: Tables,
+        config: TwoTowerConfig,
+        device: torch.device,
+        world: World = ALONE,
+    ) -> None:
+        """`members`: all of the phase, of which this rank has its share."""
+        self._device, self._share = device, (share := Share.of(len(members), world))
+        self._idle = share.total == 1 and not world.first  # rank 0 trains the only member; here it has no gradients
+        own = members[share.own]
         weak = min(config.weak.queries, len(tables.discovery))
         self.queries = max(len(member.train) for member in members) + weak  # rows of each member, with padding
-        rows = [rows_of(member, tables, config.weak, self.queries) for member in members]
-        self.weak = [own.weak for own in rows]  # number of weakly labelled queries of each member
-        self._x_KRS = self._placed(np.stack([own.sentences for own in rows]))
-        self._targets_KRM = self._placed(np.stack([own.targets for own in rows]))
-        self._weights_KR = self._placed(np.stack([own.weights for own in rows]))
+        rows = [rows_of(member, tables, config.weak, self.queries) for member in own]
+        # number of weakly labelled queries of each member
+        self.weak: list[int] = share.whole(torch.tensor([of_member.weak for of_member in rows], device=device)).tolist()
+        self._x_KRS = self._placed(np.stack([of_member.sentences for of_member in rows]))
+        self._targets_KRM = self._placed(np.stack([of_member.targets for of_member in rows]))
+        self._weights_KR = self._placed(np.stack([of_member.weights for of_member in rows]))
+        if config.objective == "sampled":
+            self._drawn_from_KR = share.whole(
+                self._weights_KR
+            )  # of all members, so that any number of ranks draws alike
         if any(len(member.watch) for member in members):
-            queries_KV, gains_KVM, weights_KV = watched(members, tables)
+            queries_KV, gains_KVM, weights_KV = (part[share.own] for part in watched(members, tables))
             self._watched_x_KVS = self._placed(tables.queries[queries_KV])
             self._watched_gains_KVM = self._placed(gains_KVM)
             self._watched_weights_KV = self._placed(weights_KV)
@@ -46,23 +62,26 @@ class Batches:
         objective samples by (seed, `place`). The random bits of dropout are made for all chunks at once.
         """
         generator = torch.Generator(self._device).manual_seed(mix(config.seed, place))
-        members, models = self._targets_KRM.shape[0], self._targets_KRM.shape[2]
+        members, models, own = self._share.total, self._targets_KRM.shape[2], self._share.own
         x_KQS, targets_KQM, weights_KQ, draws = self._x_KRS, self._targets_KRM, self._weights_KR, None
         if config.objective == "sampled":
             batch = config.sampled.batch
-            chosen_KB = torch.multinomial(self._weights_KR, batch, replacement=True, generator=generator)
-            rows = torch.arange(members, device=self._device)[:, None]
+            chosen_KB = torch.multinomial(self._drawn_from_KR, batch, replacement=True, generator=generator)[own]
+            rows = torch.arange(self._share.count, device=self._device)[:, None]
             x_KQS, targets_KQM = x_KQS[rows, chosen_KB], targets_KQM[rows, chosen_KB]
-            weights_KQ = torch.ones(members, batch, device=self._device)
+            weights_KQ = torch.ones(self._share.count, batch, device=self._device)
             size = (members, batch, 1 + 2 * config.sampled.negatives)
-            draws = torch.rand(size, generator=generator, device=self._device)
+            draws = torch.rand(size, generator=generator, device=self._device)[own]
+        if self._idle:
+            weights_KQ = torch.zeros_like(weights_KQ)
         noise = draw_noise(config.towers, members, x_KQS.shape[1], models, generator)
+        noise = None if noise is None else Noise(noise.query[own], noise.model[own])
         return Work(_chunks(x_KQS, targets_KQM, weights_KQ, noise, draws, micro), x_KQS.shape[1])
 
     def watched_ndcg(self, module: Members) -> Tensor:
-        """Each member's mean nDCG@10 on the fold that the member watches, float64 [K]."""
+        """The mean nDCG@10 of all members, each on the fold that it watches, float64 [K]."""
         values_KV = ndcg(module.score(self._watched_x_KVS), self._watched_gains_KVM, 10)
-        return (values_KV * self._watched_weights_KV).sum(-1)
+        return self._share.whole((values_KV * self._watched_weights_KV).sum(-1))
 
     def _placed(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -5,12 +5,15 @@ Legend: K members, Q queries of a chunk, M models, S sentence width, B sampled q
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from gpufleet.job.experiments.engine.data import mix
+from gpufleet.job.experiments.engine.parallel import World, local
 from gpufleet.job.experiments.two_tower.model import (
     Noise,
     Stack,
@@ -25,6 +28,47 @@ from gpufleet.job.experiments.two_tower.spec import Sampled, TwoTowerConfig
 # Hard negatives are chosen from this number of irrelevant models with the best scores. The number is our choice,
 # because the published record has none.
 HARD_POOL = 50
+ALONE = World()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """The members of one rank: `count` of `total`, from `first` on."""
+
+    first: int
+    count: int
+    total: int
+    world: World = ALONE
+
+    @classmethod
+    def of(cls, total: int, world: World) -> Share:
+        """This rank's part. A single member trains on every rank, because nobody else would have anything to do."""
+        if total == 1:
+            return cls(first=0, count=1, total=1)
+        each = -(-total // world.size)
+        first = min(each * world.rank, total)
+        return cls(first=first, count=min(each, total - first), total=total, world=world)
+
+    @property
+    def own(self) -> slice:
+        return slice(self.first, self.first + self.count)
+
+    def padded(self, own: Tensor) -> Tensor:
+        """The rows [total, ...], which are 0 for other ranks' members: the sum over ranks has all of them."""
+        if self.count == self.total:
+            return own
+        rows = own.new_zeros(self.total, *own.shape[1:])
+        rows[self.own] = own
+        return rows
+
+    def whole(self, own: Tensor) -> Tensor:
+        """The rows [total, ...] of all members, from each rank's own. Every rank calls it."""
+        return self.world.sum(self.padded(own))
+
+    def placed(self, own: Tensor) -> Tensor:
+        """The tensor of all members, of which this rank holds its own."""
+        shape = torch.Size((self.total, *own.shape[1:]))
+        return DTensor.from_local(own, self.world.mesh, [Shard(0)], run_check=False, shape=shape, stride=own.stride())
 
 
 class MembersOutput(NamedTuple):
@@ -43,11 +87,13 @@ class Members(nn.Module):
     scores: Tensor
     optimistic: Tensor  # [F, judged, M]: the scores of each query by the optimistic model of the query's own fold
 
-    def __init__(self, config: TwoTowerConfig, count: int, first: int, compute: torch.dtype) -> None:
-        """`first`: the first of the seeds of the members' weights."""
+    def __init__(
+        self, config: TwoTowerConfig, count: int, first: int, compute: torch.dtype, world: World = ALONE
+    ) -> None:
+        """`count`: of all members. `first`: the first of the seeds of their weights."""
         super().__init__()
-        self.config = config
-        seeds = [mix(config.seed, first + index) for index in range(count)]
+        self.config, self.share = config, (share := Share.of(count, world))
+        seeds = [mix(config.seed, first + index) for index in range(share.first, share.first + share.count)]
         alone = [
             initialise(
                 TwoTowerModel(config.towers, config.data.models, compute=compute), torch.Generator().manual_seed(seed)
@@ -55,7 +101,16 @@ class Members(nn.Module):
             for seed in seeds
         ]
         self.stack = Stack(alone)
-        self.register_buffer("best", self.stack.packed() if count > 1 else torch.empty(0))
+        self.register_buffer("best", self.stack.packed() if share.total > 1 else torch.empty(0))
+
+    def spread(self) -> Members:
+        """The module, on its device, whose parameters are those of all members, of which this rank holds its own."""
+        if self.share.count < self.share.total:
+            for module in self.stack.members.modules():
+                for name, parameter in list(module.named_parameters(recurse=False)):
+                    setattr(module, name, nn.Parameter(self.share.placed(parameter.detach())))
+            self.best = self.share.placed(self.best)
+        return self
 
     def forward(
         self,
@@ -78,7 +133,9 @@ class Members(nn.Module):
         else:
             losses_K = (sampled_loss(towered, targets_KQM, draws_KBN, self.config.sampled) * weights_KQ).sum(-1)
         losses_K = losses_K + self.config.optim.head_diversity * (diversity(towered.heads) * weights_KQ).sum(-1)
-        return MembersOutput(losses_K.mean(), {"losses": losses_K.detach() / x_KQS.shape[1]})
+        return MembersOutput(
+            losses_K.sum() / self.share.total, {"losses": self.share.padded(losses_K.detach()) / x_KQS.shape[1]}
+        )
 
     @torch.no_grad()
     def score(self, x_KQS: Tensor) -> Tensor:
@@ -87,9 +144,15 @@ class Members(nn.Module):
         return towered.query @ towered.model.mT
 
     @torch.no_grad()
-    def keep(self, better_K: Tensor) -> None:
-        """Makes the present parameters the best parameters of the members where `better_K` is True."""
-        self.best[better_K] = self.stack.packed()[better_K]
+    def keep(self, better: Sequence[int]) -> None:
+        """Makes the present parameters the best parameters of these members."""
+        best = local(self.best)
+        own = torch.tensor(
+            [k - self.share.first for k in better if 0 <= k - self.share.first < self.share.count],
+            dtype=torch.int64,
+            device=best.device,
+        )
+        best[own] = self.stack.packed()[own]
 
 
 def sampled_loss(towered: Towered, targets_KBM: Tensor, draws_KBN: Tensor, sampled: Sampled) -> Tensor:
@@ -117,10 +180,11 @@ def sampled_loss(towered: Towered, targets_KBM: Tensor, draws_KBN: Tensor, sampl
 @torch.no_grad()
 def clip_each(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
     """Undoes the mean over members, then scales each member's gradient down to a norm of `limit`; if it is 0, the norms
-    are only measured. Returns the norms before the scaling, [K].
+    are only measured. Returns the norms of this rank's members before the
+    scaling, [K].
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    count = gradients[0].shape[0]
+    given = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    count, gradients = given[0].shape[0], [local(gradient) for gradient in given]
     norms = [torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients]
     norms_K: Tensor = count * torch.linalg.vector_norm(torch.stack(norms), dim=0)
     factors_K = torch.full_like(norms_K, float(count))

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
+from gpufleet.job.experiments.engine.parallel import local
 from gpufleet.job.experiments.two_tower.spec import Towers
 
 NORM_EPS = 1e-8  # added to a vector's length before the division by it
@@ -156,17 +157,18 @@ class Stack(nn.Module):
         """`x` [K, Q, S], or [Q, S]: the same queries for every member."""
         dims = (0, 0 if x_KQS.dim() == 3 else None, None if noise is None else 0)
         together: Any = vmap(self._one, in_dims=dims)
-        towered: Towered = together(dict(self.members.named_parameters()), x_KQS, noise)
+        here = {name: local(parameter) for name, parameter in self.members.named_parameters()}
+        towered: Towered = together(here, x_KQS, noise)
         return towered
 
     def packed(self) -> Tensor:
         """The parameters of each member, joined to one row, [K, P], detached."""
-        return torch.cat([p.detach().flatten(1) for p in self.members.parameters()], dim=1)
+        return torch.cat([local(p.detach()).flatten(1) for p in self.members.parameters()], dim=1)
 
     @torch.no_grad()
     def unpack(self, packed_KP: Tensor) -> None:
         """Sets the parameters of all members from `packed` rows."""
-        parameters = list(self.members.parameters())
+        parameters = [local(p.detach()) for p in self.members.parameters()]
         parts = torch.split(packed_KP, [p[0].numel() for p in parameters], dim=1)
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.copy_(part.view_as(parameter))

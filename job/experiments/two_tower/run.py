@@ -23,13 +23,14 @@ from gpufleet.job import atomic
 from gpufleet.job.contract.workdir import FINAL
 from gpufleet.job.experiments.dataset.prepare import read_manifest
 from gpufleet.job.experiments.engine import export, optimizer
-from gpufleet.job.experiments.engine.experiment import Experiment, Phase, Session, Weights, Work
+from gpufleet.job.experiments.engine.experiment import Experiment, Phase, Session, Stopped, Weights, Work
+from gpufleet.job.experiments.engine.parallel import local
 from gpufleet.job.experiments.models.blocks import DTYPES
 from gpufleet.job.experiments.spec import CosineAdamW
 from gpufleet.job.experiments.two_tower import baselines, ranking, results
 from gpufleet.job.experiments.two_tower.batches import Batches
 from gpufleet.job.experiments.two_tower.folds import Member, members, refit_member
-from gpufleet.job.experiments.two_tower.members import Members, clip_each
+from gpufleet.job.experiments.two_tower.members import Members, Share, clip_each
 from gpufleet.job.experiments.two_tower.model import TwoTowerModel as Towers
 from gpufleet.job.experiments.two_tower.model import decays
 from gpufleet.job.experiments.two_tower.spec import REFIT, TwoTowerConfig, parameters, variants
@@ -39,6 +40,7 @@ from gpufleet.job.text import counted
 
 BETAS, EPS = (0.9, 0.999), 1e-8  # the defaults of AdamW, because the published record has none
 FLOOR = 0.1  # share of the learning rate at which the cosine ends
+OVER = "over"  # the last word of rank 0
 SCORED = 512  # number of queries that are scored at once after the end of a phase
 # seconds between two lines about the trees of one fold, because a job that prints nothing is taken to be stuck
 SPOKEN_S = 60.0
@@ -83,14 +85,16 @@ class TwoTower(Experiment):
     def blank(self, phase: Phase) -> nn.Module:
         config, refit = self._config(phase), phase.name == REFIT
         self._members = [refit_member(config.data.queries)] if refit else members(config)
-        self._batches = Batches(self._members, self.tables, config, self.session.device.torch)
-        compute = DTYPES[config.precision.compute]
-        module = Members(config, len(self._members), REFIT_SEEDS if refit else 0, compute)
+        world, here = self.session.world, self.session.device.torch
+        self._share = Share.of(len(self._members), world)
+        self._batches = Batches(self._members, self.tables, config, here, world)
+        seed, compute = REFIT_SEEDS if refit else 0, DTYPES[config.precision.compute]
+        module = Members(config, len(self._members), seed, compute, world)
         families, data = len(self.families), config.data
         module.register_buffer("scores", torch.zeros(families, data.folds, data.queries, data.models))
         module.register_buffer("optimistic", torch.zeros(families, data.queries, data.models))
         self._announce(phase, config)
-        return module.to(self.session.device.torch)
+        return module.to(here).spread()
 
     def optimizer(self, phase: Phase, module: nn.Module) -> Optimizer:
         """AdamW over all members. AdamW works element by element, so the result is the same as for each member
@@ -146,14 +150,14 @@ class TwoTower(Experiment):
             late = epoch - record["epoch"][k] >= self.config.patience and epoch >= self.config.first_stop
             if late and not record["stopped"][k]:
                 record["stopped"][k] = epoch
-        module.keep(torch.tensor(better, dtype=torch.int64, device=module.best.device))
+        module.keep(better)
         folds = self.config.data.folds
         self._say_epoch(phase, epoch, self._losses_K[:folds].tolist(), ndcg_K)
         return 1 - fmean(ndcg_K[:folds])
 
     def clip(self, opt: Optimizer) -> Tensor:
         """Clips the gradients of each member by its own norm; returns the mean of the norms."""
-        return clip_each(optimizer.parameters(opt), self.config.optim.clip).mean()
+        return self._share.whole(clip_each(optimizer.parameters(opt), self.config.optim.clip)).mean()
 
     def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
         """Keeps the members' losses for the line about the epoch. These losses are not written into metrics.jsonl."""
@@ -178,13 +182,14 @@ class TwoTower(Experiment):
         assert isinstance(module, Members)
         self._module = module
         if phase.name == REFIT:
-            self._export(module)
+            if self.session.world.first:
+                self._export(module)
             return
-        module.stack.unpack(module.best)
+        module.stack.unpack(local(module.best))
         module.eval()
         folds, family = self.config.data.folds, phase.index
         judged = torch.from_numpy(self.tables.queries).to(self.session.device.torch)
-        scores_KQM = torch.cat([module.score(part) for part in torch.split(judged, SCORED)], dim=1)
+        scores_KQM = self._share.whole(torch.cat([module.score(part) for part in torch.split(judged, SCORED)], dim=1))
         module.scores[family] = scores_KQM[:folds]
         for member, scores_QM in zip(self._members, scores_KQM, strict=True):
             if member.protocol == "optimistic":
@@ -192,6 +197,17 @@ class TwoTower(Experiment):
         self.progress["families"][self._name(phase)]["weak"] = self._batches.weak
 
     def finish(self) -> None:
+        """Rank 0 writes the results. The other ranks wait for its last word, and see each stop that it looks for."""
+        world = self.session.world
+        if world.first:
+            self._write_results()
+            world.agree(OVER)
+            return
+        while (word := world.agree(None)) != OVER:
+            if word is not None:
+                raise Stopped(word[0], ends=word[1])
+
+    def _write_results(self) -> None:
         """Computes baselines on the same folds, and writes the tables and the comparison."""
         config, tables = self.config, self.tables
         own = [member for member in members(config) if member.protocol == "honest"]
@@ -246,7 +262,7 @@ class TwoTower(Experiment):
 
         # Training is over, so this may use the core that training left to the supervisor (engine/__main__.py). The bill
         # assumes this.
-        is_set = "OMP_NUM_THREADS" in os.environ
+        is_set = "OMP_NUM_THREADS" in os.environ and self.session.world.size == 1
         threads = torch.get_num_threads() if is_set else len(os.sched_getaffinity(0))
         scores = baselines.lambdarank(member, self.tables, seed=self.config.seed, threads=threads, stop=after_tree)
         self.session.say(f"{fold}: done, {counted(trees, 'tree')} in {time.monotonic() - began:.0f} s")

@@ -15,6 +15,7 @@ from typing import ClassVar, Literal, get_args
 from gpufleet.job.experiments.spec import ExperimentConfig, cuts
 from gpufleet.job.kind import common
 from gpufleet.job.kind.batch import rows_per_rank
+from gpufleet.job.kind.job import Processes
 
 # 274 kernels and 354 views a chunk, however many members: 8.3 CPU-ms at 1 and 9.2 at 20 members of toy width (torch
 # 2.13.0, a busy Xeon core, 2026-11-21), and 5 us for each launch, which is an estimate.
@@ -100,7 +101,9 @@ class TwoTowerConfig(ExperimentConfig):
     """two-tower: rank models for a query; cross-validation that never looks at its own test fold."""
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.two_tower.run:TwoTower"
-    demands: ClassVar[common.Demands] = common.Demands(one_node="it trains in one process")
+    processes: ClassVar[Processes] = "per GPU"
+    share: ClassVar[Literal["rows", "models"]] = "models"
+    demands: ClassVar[common.Demands] = common.Demands(one_node="its models never need each other")
     dataset_class: ClassVar[str] = "gpufleet.job.experiments.two_tower.data:RankingData"
     dataset_kind: ClassVar[str] = "ranking"
     leaves_speed: ClassVar[tuple[str, ...]] = (
@@ -127,6 +130,7 @@ class TwoTowerConfig(ExperimentConfig):
     chunk: int | None = common.bounded(None, 1, 1_000_000)
     seed: int = common.bounded(42, 0, 2**31 - 1)
     device: Literal["cuda", "cpu"] = "cuda"
+    gpus: int = common.added_later(1, 1, 8)  # that share the folds of a run; on a CPU, processes
     towers: Towers = Towers()
     data: Ranking = Ranking()
     weak: Weak = Weak()
@@ -174,6 +178,12 @@ class TwoTowerConfig(ExperimentConfig):
         refit = _phase(largest, REFIT, 1, max(queries(family, refit=True) for _, family in families))
         return (*sizes, refit)
 
+    def ranks(self, gpu_count: int, nodes: int = 1) -> int:
+        """As many as share the members with at least one for each; the refit trains on one of them."""
+        count = members(self)
+        most = common.processes(self.device, self.gpus, gpu_count, count)
+        return -(-count // -(-count // most))
+
     @common.remembered
     def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
         """The memory of a step. The scores of only a few members are in memory at a time, because the loss frees each
@@ -181,20 +191,20 @@ class TwoTowerConfig(ExperimentConfig):
         with twice the gradient of the model tower's widest layer. An unsplit batch allocates the weights' gradients
         only while its activations are freed.
         """
-        family, count, whole = _of_phase(self, phase_index)
-        step = batch(family, whole)
+        family, every, whole = _of_phase(self, phase_index)
+        count, step = -(-every // ranks), batch(family, whole)
         weights, chunk = count * parameters(family) * 4, min(rung.micro, step)
         t, models = family.towers, family.data.models
         widths = 3 * t.heads * t.head + 2 * t.fusion + 2 * sum(t.query), t.embedding + 2 * sum(t.model)
         activations = count * 4 * (chunk * widths[0] + models * widths[1])
-        if t.dropout:  # the random bits of dropout, 16 per hidden unit, are made for all chunks at once
+        if t.dropout:  # the random bits of dropout, 16 per hidden unit, are made for all chunks and all members at once
             units = t.heads * t.head + t.fusion + sum(t.query[:-1]), sum(t.model[:-1])
-            activations += count * 2 * (step * units[0] + models * units[1])
+            activations += every * 2 * (step * units[0] + models * units[1])
         group = max(1, min(count, GROUP_SCORES // (chunk * models)))
         scores = SCORE_TENSORS * group * chunk * models * 4
         widest = 2 * count * models * max(t.model) * 4
         held = count * whole * (models + t.sentence) * 4  # the targets and sentence vectors of every member
-        best = weights if count > 1 else 0
+        best = weights if every > 1 else 0
         state = {"weights": weights + best + held, "gradients": weights, "moments": 2 * weights}
         peak = (3 + (chunk < step)) * weights + best + held + activations + max(scores, widest)
         return common.in_gb(**state, activations=activations, logits=scores, peak=peak)
@@ -345,6 +355,7 @@ def _phase(config: TwoTowerConfig, name: str, count: int, rows: int) -> common.P
         optimizer_traffic_bytes_per_param=28,
         steps=steps,
         tokens_per_step=count * q,
+        models=count,
         evaluations=0 if last else config.epochs,
         evaluation_tokens=0 if last else count * max(fold_sizes(config)),
         cpu_core_s=baselines_core_s(config) if last else 0.0,

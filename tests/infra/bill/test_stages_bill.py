@@ -17,7 +17,7 @@ from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
 from tests.infra.shared_files import SHARED
-from tests.infra.staged_files import STAGED
+from tests.infra.staged_files import STAGED, several_in
 from tests.repository import ROOT
 
 CATALOG = load_catalog()
@@ -60,6 +60,24 @@ def test_a_stage_leaves_what_later_ones_need(bill: StagedBill) -> None:
     assert caps[1] - caps[0] >= need[1]
     hours = [stage.limits.max_hours for stage in bill.launched]
     assert hours[0] < hours[1] < hours[2] == bill.whole.limits.max_hours
+
+
+def test_the_hours_of_all_nodes_of_a_stage_are_left_to_it(tmp_path: Path) -> None:
+    file, now = tmp_path / "staged.yaml", datetime(2026, 12, 1, tzinfo=UTC)
+    file.write_text(several_in("judge", nodes=4))
+    definition = load(file, now=now, staged=True)
+    found, _ = price_stages(definition, priced, now.date())
+    assert found is not None
+    judge, least = found.bills[2].chosen, found.whole.limits.max_hours - found.launched[1].limits.max_hours
+    assert least >= 4 * (judge.needed_hours.p50 + judge.reserve[1])
+
+
+def test_a_run_whose_first_stage_has_several_nodes_may_last_as_long_as_its_later_ones(tmp_path: Path) -> None:
+    file, now = tmp_path / "staged.yaml", datetime(2026, 12, 1, tzinfo=UTC)
+    file.write_text(STAGED)
+    alone = load(file, now=now, staged=True).expiry(now)
+    file.write_text(several_in("prepare"))
+    assert load(file, now=now, staged=True).expiry(now) == alone
 
 
 def test_limits_that_do_not_pay_for_all_stages_are_refused(definition: StackDefinition) -> None:

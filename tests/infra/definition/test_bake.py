@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from gpufleet.infra.account import rights
+from gpufleet.infra.commands.bake import MadeImage
 from gpufleet.infra.definition import bake
 from gpufleet.infra.definition.loader import find, load, rehearsal_text
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
+from tests.infra.staged_files import IMAGE, PINNED
 from tests.repository import ROOT
 
 NOW = datetime.now(UTC)
@@ -52,6 +54,16 @@ def test_each_shipped_stack_of_one_job_has_a_builder(stack: str, tmp_path: Path)
     assert not bake.is_builder(definition)
     assert set(builder.job.images) == set(definition.job.images)
     assert builder.fleet.capacity == "on-demand"
+
+
+def test_stages_with_images_of_their_own_get_no_bake(tmp_path: Path) -> None:
+    file, other = tmp_path / "staged.yaml", f"{IMAGE}@sha256:{'6' * 64}"
+    file.write_text(PINNED)
+    MadeImage(definition=load(file, now=NOW, staged=True), root=tmp_path).require()
+    file.write_text(PINNED.replace("  - name: judge\n    job: {", f"  - name: judge\n    job: {{image: '{other}', "))
+    made = MadeImage(definition=load(file, now=NOW, staged=True), root=tmp_path)
+    with pytest.raises(GpufleetError, match=f"judge has {other}.*at the top of the file, and in no stage"):
+        made.require()
 
 
 def test_a_builder_has_the_images_the_disk_and_the_account_of_its_stack(tmp_path: Path) -> None:

@@ -93,7 +93,12 @@ def test_a_rerun_of_nothing_is_refused(tmp_path: Path, rerun: str, said: str) ->
         ("name: train", "name: Train", r"stages\[1\].name"),
         ("name: train", "name: prepare", r"stages\[1\].name: 'prepare'.*each name once"),
         ("inputs.prepare", "inputs.judge", "an earlier stage, which are prepare"),  # the output of a later stage
-        ("capacity: on-demand", "capacity: on-demand, nodes: 2", r"stages\[0\].fleet.nodes"),
+        ("capacity: on-demand", "capacity: on-demand, nodes: 2, cards: all", r"stages\[0\].fleet.cards.*NAT gateway"),
+        (
+            "[c7i.xlarge]}",
+            "[c7i.xlarge], region: us-east-1, zones: [us-east-1a]}",
+            r"stages\[2\].fleet.region.*network",
+        ),
         ("capacity: on-demand", "fallback: on-demand", "without fleet.fallback"),
         ("capacity: on-demand", "colour: red", r"stages\[0\].fleet.colour"),
         ("  - name: judge\n", "  - name: judge\n    limits: {max_usd: 3}\n", r"stages\[2\].limits"),

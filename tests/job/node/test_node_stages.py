@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -77,6 +78,16 @@ def test_killed_at_any_call_of_its_end_the_next_stage_begins_once_the_mark_is_th
         begun = [start for call in done for start in (BEGIN, DELETE) if call.startswith(start)]
         assert begun[0] == BEGIN, (moment, done)
         assert begun[-1] == DELETE, (moment, done)
+
+
+def test_nodes_of_a_stage_that_have_let_go_start_the_machine_of_their_own_stage(node: StubNode) -> None:
+    node.run, node.nodes = "r1/prepare", 2
+    node.imds("meta-data/local-ipv4", "10.1.2.3")
+    told = json.dumps({"name": "3-2", "pause_s": 7200.0})
+    node.job_ends_with(75, f"echo '{told}' >$(find {node.root} -path '*/run/run.json' -printf '%h')/ask_again.json")
+    (call,) = [call for call in node.boot().calls if call.startswith("aws stepfunctions")]
+    assert "stateMachine:gpufleet-schedules_prepare " in call
+    assert "--name r1-prepare-3-2" in call  # AWS allows no slash in it
 
 
 def test_what_earlier_stages_spent_shortens_the_time_of_this_one(node: StubNode) -> None:

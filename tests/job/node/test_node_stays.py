@@ -29,7 +29,7 @@ def node(tmp_path: Path) -> StubNode:
     return made(tmp_path)
 
 
-def of(node: StubNode, stage: str, key: str) -> Any:
+def document(node: StubNode, stage: str, key: str) -> Any:
     return json.loads((node.s3 / "r1" / stage / key).read_text())
 
 
@@ -49,13 +49,13 @@ def test_three_stages_are_one_boot_and_each_pays_from_the_end_of_the_one_before(
     assert outcome.calls.count(f"docker rm -f gpufleet-{INSTANCE}") == 2
     asked = {call.partition("--prefix ")[2].split()[0] for call in outcome.calls if "known_fleet" in call}
     assert asked == {"r1/t1/known_fleet/"}  # the fleet is the first stage's
-    records = [of(node, stage, f"attempts/{INSTANCE}.json") for stage in ("t1", "t2", "t3")]
+    records = [document(node, stage, f"attempts/{INSTANCE}.json") for stage in ("t1", "t2", "t3")]
     assert [each.get("stayed", False) for each in records] == [True, True, False]
     for stage, record in zip(("t1", "t2"), records[1:], strict=False):
-        ended = of(node, stage, "done.json")["at"]
+        ended = document(node, stage, "done.json")["at"]
         assert record["launched_at"] == ended
         assert record["older_s"] == pytest.approx((epoch(ended) or 0.0) - node.launched_at, abs=1)
-    assert all(of(node, stage, "done.json")["reason"] == "finished" for stage in ("t1", "t2", "t3"))
+    assert all(document(node, stage, "done.json")["reason"] == "finished" for stage in ("t1", "t2", "t3"))
 
 
 def test_of_an_ended_stage_only_its_inputs_stay(node: StubNode) -> None:
@@ -94,7 +94,7 @@ def test_where_the_shared_dollars_are_too_few_a_stage_does_not_begin_and_none_fo
         trial["least_usd"] = "2.30"
     outcome = node.boot()
     assert jobs(outcome.calls) == ["t1"]
-    done = of(node, "t2", "done.json")
+    done = document(node, "t2", "done.json")
     assert (done["reason"], done["detail"]) == ("max_usd", "it did not begin: it needs 2.30 USD, and 2.20 are left")
     assert not (node.s3 / "r1/t3/attempts").exists()
     assert outcome.calls_starting(DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
@@ -143,4 +143,4 @@ def test_killed_between_two_stages_another_node_goes_on(tmp_path: Path) -> None:
         again = jobs(another.boot().calls)
         assert killed in (["t1"], ["t1", "t2"]), moment  # calls of other threads come in between
         assert again in (["t1", "t2", "t3"], ["t2", "t3"]), moment
-        assert of(another, "t3", "done.json")["reason"] == "finished"
+        assert document(another, "t3", "done.json")["reason"] == "finished"

@@ -95,10 +95,10 @@ def test_only_the_members_that_improved_are_kept() -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(1)
-    module.keep(torch.tensor([2]))
+    module.keep([2])
     assert torch.equal(module.best[:2], before[:2])
     assert torch.equal(module.best[2], module.stack.packed()[2])
-    module.keep(torch.tensor([], dtype=torch.int64))
+    module.keep([])
     assert torch.equal(module.best[:2], before[:2])
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gpufleet.job.contract import metrics
+from gpufleet.job.experiments.engine.parallel import World
 from gpufleet.job.experiments.student import t95
 from gpufleet.job.experiments.two_tower import baselines, ranking, results
 from gpufleet.job.experiments.two_tower import tables as tables_of
@@ -156,7 +157,9 @@ def experiment(**changed: Any) -> TwoTower:
     made.config, made.tables, made.phases = world.config(**changed), TABLES, []
     made.families = variants(made.config)
     made.progress = {"families": {}, "refit": {"family": made.families[-1][0], "epochs": 2}}
-    made.session = SimpleNamespace(device=SimpleNamespace(torch=torch.device("cpu")), say=lambda line: None)  # type: ignore[assignment]
+    made.session = SimpleNamespace(  # type: ignore[assignment]
+        device=SimpleNamespace(torch=torch.device("cpu")), world=World(), say=lambda line: None
+    )
     made._losses_K = torch.arange(10.0)
     return made
 
@@ -178,7 +181,7 @@ def test_a_member_is_over_after_patience_epochs_but_not_before_the_first_stop_an
     script = iter(torch.tensor(columns, dtype=torch.float64).T)
     module, kept = made.blank(phase()), list[list[int]]()
     monkeypatch.setattr(Batches, "watched_ndcg", lambda *_: next(script))
-    monkeypatch.setattr(Members, "keep", lambda self, better: kept.append(better.tolist()))
+    monkeypatch.setattr(Members, "keep", lambda self, better: kept.append(better))
     values = [made.evaluate(phase(), 1, module, Rung(micro=8)) for _ in range(4)]
     honest = np.array(columns)[:5].mean(axis=0)  # the optimistic ones choose nothing
     assert values == pytest.approx((1 - honest).tolist())
