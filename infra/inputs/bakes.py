@@ -143,9 +143,7 @@ def _data_not_ready(definition: StackDefinition, root: Path) -> Iterator[str]:
 
 
 def gone_before_the_end(definition: StackDefinition, root: Path, end: datetime) -> Iterator[str]:
-    """A sentence if the baked AMI or snapshot may be deleted while a fleet that lives until `end` still replaces
-    nodes.
-    """
+    """A sentence if the baked AMI or snapshot may be deleted while a fleet that exists until `end` replaces nodes."""
     bake, data = read(definition, root), read_data(definition, root)
     for key, baked, advice in (
         ("fleet.baked_ami", bake, _advice(definition)),
