@@ -276,6 +276,15 @@ def why_over(view: View, generation: GangGeneration, *, idle_s: float, stopping:
     return None
 
 
+def leader_stops(view: View, generation: GangGeneration) -> bool:
+    """Whether the generation's leader asks its ranks to end, or they have ended so: a look may come only then."""
+    leader = view.others.get(generation.leader)
+    if leader is None:
+        return False
+    has_stopped = (leader.presence.generation, leader.presence.ended) == (generation.number, TrainerExit.STOPPED)
+    return leader.presence.stopping or has_stopped
+
+
 def why_slow(view: View, generation: GangGeneration) -> str:
     """A sentence about how this node is slow; empty if it is not."""
     if view.own.look_s > SLOW_LOOK_S:

@@ -425,8 +425,7 @@ class GangMember(Supervisor):
 
     def _leader_stops(self) -> bool:
         assert self.generation is not None
-        leader = self.watch.view.others.get(self.generation.leader)
-        return self.run_file.config.parts.reads and leader is not None and leader.presence.stopping
+        return self.run_file.config.parts.reads and gang.leader_stops(self.watch.view, self.generation)
 
     def _look(self) -> None:
         """Treats a notice to any member as the leader's own, except that the leader does not leave."""

@@ -404,7 +404,7 @@ class GangTrainer:
             for name in ("a.bin", "b.bin"):
                 (self.machine.workdir / "final" / name).write_bytes(weights(self.step, self.place.number))
         for each in self.group.values():
-            each.code = self.machine.town.follower_code if code == 0 and each.place.rank else code
+            each.code = (each.place.rank and self.machine.town.follower_code) or code
         if code == 0 and self.machine.town.end_s:
             self.code, self.ends_at = None, self.machine.town.now + self.machine.town.end_s
 

@@ -9,6 +9,7 @@ import pytest
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
 from gpufleet.job.contract.bucket import CheckpointPlace
+from gpufleet.job.contract.codes import TrainerExit
 from gpufleet.job.contract.gang import GangGeneration, Presence
 from gpufleet.job.supervisor import gang
 from gpufleet.job.supervisor.gang import Join, Leave, LetAllGo, Propose, Sight, View, Wait
@@ -221,6 +222,18 @@ def test_a_follower_that_ends_ill_while_the_leader_saves_ends_nothing_and_the_le
     assert gang.why_over(view(FIRST, replace(SECOND, ended=1), newest=PAIR), PAIR, idle_s=1.0, stopping=True) is None
     ill = view(SECOND, replace(FIRST, ended=-9), newest=PAIR)
     assert gang.why_over(ill, PAIR, idle_s=1.0, stopping=True) == "i-1's trainer ended with -9"
+
+
+def test_a_follower_stops_with_its_leader_also_if_it_sees_that_only_afterwards() -> None:
+    """Otherwise the failure of a third node, which lost its connection, ends it before it has sent its part."""
+    for presence, stops in (
+        (FIRST, False),
+        (replace(FIRST, stopping=True), True),
+        (replace(FIRST, ended=TrainerExit.STOPPED), True),
+        (replace(FIRST, ended=TrainerExit.FINISHED), False),  # it saves its last part
+        (replace(FIRST, ended=TrainerExit.STOPPED, generation=2), False),  # of the one before
+    ):
+        assert gang.leader_stops(view(SECOND, presence, newest=PAIR), PAIR) is stops
 
 
 def test_a_crash_is_tried_once_more_with_the_same_nodes_and_then_all_leave() -> None:

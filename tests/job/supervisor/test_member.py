@@ -382,6 +382,18 @@ def test_the_last_part_is_published_although_the_leaders_looks_are_late(parts: T
     assert len(parts.generations()) == 1
 
 
+def test_followers_that_lose_their_leader_as_it_stops_send_their_parts_of_its_last_save(tmp_path: Path) -> None:
+    town = Town(tmp_path, nodes=3, parts=True)
+    town.boot(), town.boot(), town.boot()
+    town.follower_code = 1
+    leader, _, late = town.machines
+    after_step(town, 13, lambda: town.notice(leader))
+    after_step(town, 13, lambda: town.cut(late, 10.0))  # it sees at once all that happened
+    town.run()
+    finished(town)
+    assert trained_twice(town) == 0
+
+
 def test_a_node_that_the_others_wait_for_is_named_in_record_and_receipt(tmp_path: Path) -> None:
     town = Town(tmp_path, nodes=3, last=60)
     town.boot(), town.boot(), town.boot()
