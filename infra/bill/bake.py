@@ -55,8 +55,8 @@ def to_json(definition: StackDefinition, root: Path) -> list[dict[str, str]]:
     """The AMI from which the nodes start and the snapshot of data that they read, if the definition uses them. The keys
     are documented in docs/bill.md.
     """
-    read = (bakes.read, bakes.read_data)
-    baked = dict.fromkeys(found(part, root) for part in definition.parts for found in read)
+    readers = (bakes.read, bakes.read_data)
+    baked = dict.fromkeys(reader(part, root) for part in definition.parts for reader in readers)
     return [
         {"id": one.id, "usd": f"{usd(one):.4f}", "usd_per_month": str(one.usd_per_month), "until": one.until}
         for one in baked

@@ -28,8 +28,8 @@ def begins(stage: str) -> str:
 
 
 def asks_again(run: str) -> str:
-    """The same of the state machine that asks for all nodes of the run, or of the stage RUN/STAGE, again. AWS allows 80
-    characters for the whole name, which a long stack's name and a long stage's name nearly fill.
+    """What follows the schedule group's name in that of the state machine that asks for all nodes of the run, or of the
+    stage RUN/STAGE, again. It is short, because AWS allows 80 characters for the whole name.
     """
     stage = run.partition("/")[2]
     return stage and f"_{stage}"

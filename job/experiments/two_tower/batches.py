@@ -36,19 +36,21 @@ class Batches:
         world: World = ALONE,
     ) -> None:
         """`members`: all of the phase, of which this rank has its share."""
-        self._device, self._share = device, (share := Share.of(len(members), world))
+        self._device, self._share = device, (share := Share.of_rank(len(members), world))
         self._idle = share.total == 1 and not world.first  # rank 0 trains the only member; here it has no gradients
         own = members[share.own]
         weak = min(config.weak.queries, len(tables.discovery))
         self.queries = max(len(member.train) for member in members) + weak  # rows of each member, with padding
         rows = [rows_of(member, tables, config.weak, self.queries) for member in own]
         # number of weakly labelled queries of each member
-        self.weak: list[int] = share.whole(torch.tensor([of_member.weak for of_member in rows], device=device)).tolist()
+        self.weak: list[int] = share.gather(
+            torch.tensor([of_member.weak for of_member in rows], device=device)
+        ).tolist()
         self._x_KRS = self._placed(np.stack([of_member.sentences for of_member in rows]))
         self._targets_KRM = self._placed(np.stack([of_member.targets for of_member in rows]))
         self._weights_KR = self._placed(np.stack([of_member.weights for of_member in rows]))
         if config.objective == "sampled":
-            self._drawn_from_KR = share.whole(
+            self._drawn_from_KR = share.gather(
                 self._weights_KR
             )  # of all members, so that any number of ranks draws alike
         if any(len(member.watch) for member in members):
@@ -81,7 +83,7 @@ class Batches:
     def watched_ndcg(self, module: Members) -> Tensor:
         """The mean nDCG@10 of all members, each on the fold that it watches, float64 [K]."""
         values_KV = ndcg(module.score(self._watched_x_KVS), self._watched_gains_KVM, 10)
-        return self._share.whole((values_KV * self._watched_weights_KV).sum(-1))
+        return self._share.gather((values_KV * self._watched_weights_KV).sum(-1))
 
     def _placed(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -41,13 +41,13 @@ class Share:
     world: World = ALONE
 
     @classmethod
-    def of(cls, total: int, world: World) -> Share:
+    def of_rank(cls, total: int, world: World) -> Share:
         """This rank's part. A single member trains on every rank, because nobody else would have anything to do."""
         if total == 1:
             return cls(first=0, count=1, total=1)
-        each = -(-total // world.size)
-        first = min(each * world.rank, total)
-        return cls(first=first, count=min(each, total - first), total=total, world=world)
+        most = -(-total // world.size)
+        first = min(most * world.rank, total)
+        return cls(first=first, count=min(most, total - first), total=total, world=world)
 
     @property
     def own(self) -> slice:
@@ -61,7 +61,7 @@ class Share:
         rows[self.own] = own
         return rows
 
-    def whole(self, own: Tensor) -> Tensor:
+    def gather(self, own: Tensor) -> Tensor:
         """The rows [total, ...] of all members, from each rank's own. Every rank calls it."""
         return self.world.sum(self.padded(own))
 
@@ -92,7 +92,7 @@ class Members(nn.Module):
     ) -> None:
         """`count`: of all members. `first`: the first of the seeds of their weights."""
         super().__init__()
-        self.config, self.share = config, (share := Share.of(count, world))
+        self.config, self.share = config, (share := Share.of_rank(count, world))
         seeds = [mix(config.seed, first + index) for index in range(share.first, share.first + share.count)]
         alone = [
             initialise(
@@ -180,11 +180,10 @@ def sampled_loss(towered: Towered, targets_KBM: Tensor, draws_KBN: Tensor, sampl
 @torch.no_grad()
 def clip_each(parameters: Sequence[nn.Parameter], limit: float) -> Tensor:
     """Undoes the mean over members, then scales each member's gradient down to a norm of `limit`; if it is 0, the norms
-    are only measured. Returns the norms of this rank's members before the
-    scaling, [K].
+    are only measured. Returns the norms of this rank's members before the scaling, [K].
     """
-    given = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    count, gradients = given[0].shape[0], [local(gradient) for gradient in given]
+    shared = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    count, gradients = shared[0].shape[0], [local(gradient) for gradient in shared]
     norms = [torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients]
     norms_K: Tensor = count * torch.linalg.vector_norm(torch.stack(norms), dim=0)
     factors_K = torch.full_like(norms_K, float(count))

@@ -86,7 +86,7 @@ class TwoTower(Experiment):
         config, refit = self._config(phase), phase.name == REFIT
         self._members = [refit_member(config.data.queries)] if refit else members(config)
         world, here = self.session.world, self.session.device.torch
-        self._share = Share.of(len(self._members), world)
+        self._share = Share.of_rank(len(self._members), world)
         self._batches = Batches(self._members, self.tables, config, here, world)
         seed, compute = REFIT_SEEDS if refit else 0, DTYPES[config.precision.compute]
         module = Members(config, len(self._members), seed, compute, world)
@@ -157,7 +157,7 @@ class TwoTower(Experiment):
 
     def clip(self, opt: Optimizer) -> Tensor:
         """Clips the gradients of each member by its own norm; returns the mean of the norms."""
-        return self._share.whole(clip_each(optimizer.parameters(opt), self.config.optim.clip)).mean()
+        return self._share.gather(clip_each(optimizer.parameters(opt), self.config.optim.clip)).mean()
 
     def logged(self, aux: dict[str, Tensor]) -> dict[str, Any]:
         """Keeps the members' losses for the line about the epoch. These losses are not written into metrics.jsonl."""
@@ -189,7 +189,7 @@ class TwoTower(Experiment):
         module.eval()
         folds, family = self.config.data.folds, phase.index
         judged = torch.from_numpy(self.tables.queries).to(self.session.device.torch)
-        scores_KQM = self._share.whole(torch.cat([module.score(part) for part in torch.split(judged, SCORED)], dim=1))
+        scores_KQM = self._share.gather(torch.cat([module.score(part) for part in torch.split(judged, SCORED)], dim=1))
         module.scores[family] = scores_KQM[:folds]
         for member, scores_QM in zip(self._members, scores_KQM, strict=True):
             if member.protocol == "optimistic":

@@ -36,18 +36,18 @@ def train(workdir: Path, size: int, look: int | None = None) -> list[int | None]
 
 
 @pytest.fixture(scope="module", params=["full", "sampled"])
-def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undivided(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The work folder of one process."""
-    workdir = world.make(tmp_path_factory.mktemp("alone"), objective=request.param, **PARAMETERS)
+    workdir = world.make(tmp_path_factory.mktemp("undivided"), objective=request.param, **PARAMETERS)
     assert train(workdir, 1) == [0]
     return workdir
 
 
-def fresh(alone: Path, folder: Path) -> Path:
+def fresh(undivided: Path, folder: Path) -> Path:
     """A work folder of the same run that has not begun."""
     (folder / "run").mkdir()
-    shutil.copytree(alone / "data", folder / "run" / "data")
-    shutil.copy(alone / "run.json", folder / "run" / "run.json")
+    shutil.copytree(undivided / "data", folder / "run" / "data")
+    shutil.copy(undivided / "run.json", folder / "run" / "run.json")
     return folder / "run"
 
 
@@ -70,24 +70,24 @@ def same_results(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])  # of 4 ranks three have three members, and the last has one
-def test_members_shared_by_ranks_end_as_those_of_one_process(alone: Path, size: int, tmp_path: Path) -> None:
-    workdir = fresh(alone, tmp_path)
+def test_members_shared_by_ranks_end_as_those_of_one_process(undivided: Path, size: int, tmp_path: Path) -> None:
+    workdir = fresh(undivided, tmp_path)
     assert train(workdir, size) == [0] * size
-    same_results(alone, workdir)
+    same_results(undivided, workdir)
 
 
-def test_a_run_that_stops_on_two_ranks_goes_on_with_three(alone: Path, tmp_path: Path) -> None:
-    workdir = fresh(alone, tmp_path)
+def test_a_run_that_stops_on_two_ranks_goes_on_with_three(undivided: Path, tmp_path: Path) -> None:
+    workdir = fresh(undivided, tmp_path)
     assert set(train(workdir, 2, look=4)) <= {0, 75}
     assert not (workdir / "final").exists()
     assert train(workdir, 3) == [0, 0, 0]
-    same_results(alone, workdir)
+    same_results(undivided, workdir)
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(1, 1), (2, 2), (4, 4), (7, 5), (8, 5)])
 def test_no_rank_is_without_a_member_and_all_members_are_somewhere(gpus: int, ranks: int) -> None:
     config = world.config(gpus=gpus)
     assert config.ranks(8) == ranks
-    parts = [Share.of(MEMBERS, parallel.World(rank=number, size=ranks)) for number in range(ranks)]
+    parts = [Share.of_rank(MEMBERS, parallel.World(rank=number, size=ranks)) for number in range(ranks)]
     assert [k for part in parts for k in range(MEMBERS)[part.own]] == list(range(MEMBERS))
     assert all(part.count for part in parts)
