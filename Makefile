@@ -28,8 +28,8 @@ rehearse: .venv/ready ## run one experiment against an embedded AWS: STACK=tinys
 rehearse-all: .venv/ready ## rehearse every stack in turn, and print one table
 	@$(BIN)/gpufleet rehearse --all
 
-# One worker more than cores: a fifth of the tests' time is waiting for processes of theirs.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist loadgroup --no-loadscope-reorder
+# Four workers more than cores: half of the tests' time is waiting, for processes of theirs and for lines of a log.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 4)) --dist loadgroup --no-loadscope-reorder
 EXPERIMENTS := tests/job/experiments
 
 test: .venv/ready ## run the tests of all but the ready-made jobs
