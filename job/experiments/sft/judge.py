@@ -29,7 +29,7 @@ from gpufleet.job.experiments.tuning import run as tuning
 AT_ONCE = 20  # number of questions whose verdicts are stored together
 
 
-class Judge:
+class AnswerJudge:
     """The judge of a run. Raises ValueError if it cannot be used, before anything is trained."""
 
     def __init__(self, sft: SftRun) -> None:
@@ -52,13 +52,13 @@ class Judge:
         """
         sft, session = self._sft, self._sft.session
         done = FinishedVariants(session.workdir / DONE, session, tuning.of_weights(*sft.trained))
-        given = [self._prompts(item) for item in session.world.agree([dict(item) for item in answers])]
+        asked = [self._prompts(item) for item in session.world.agree([dict(item) for item in answers])]
         pairs: list[tuple[Choice, Choice]] = []
-        for start in range(0, len(given), AT_ONCE):
-            prompts = [prompt for pair in given[start : start + AT_ONCE] for prompt in pair]
+        for start in range(0, len(asked), AT_ONCE):
+            prompts = [prompt for pair in asked[start : start + AT_ONCE] for prompt in pair]
             choices = done.get(f"verdicts {self.identity} {start}", partial(self._choices, prompts)) or []
             pairs += [(Choice(*a), Choice(*b)) for a, b in zip(choices[::2], choices[1::2], strict=True)]
-            session.say(f"judge: {min(start + AT_ONCE, len(given))} of {len(given)} questions")
+            session.say(f"judge: {min(start + AT_ONCE, len(asked))} of {len(asked)} questions")
         if not session.world.first or not pairs:  # only rank 0 has the verdicts of earlier attempts
             return {}
         table = verdicts.table(pairs)

@@ -24,7 +24,7 @@ from gpufleet.job.experiments.engine.packed_rows import PackedBatches
 from gpufleet.job.experiments.models import decoder, lora
 from gpufleet.job.experiments.models.decoder import Decoder
 from gpufleet.job.experiments.sft import merge
-from gpufleet.job.experiments.sft.judge import Judge
+from gpufleet.job.experiments.sft.judge import AnswerJudge
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.kind.common import Rung
@@ -49,7 +49,7 @@ class Sft(Experiment):
         self.progress: dict[str, Any] = {}
         self.module: Decoder | None = None
         self.trained = Weights(0, None)
-        self.judge = Judge(self) if self.config.eval.judge else None
+        self.judge = AnswerJudge(self) if self.config.eval.judge else None
         self._began = time.monotonic()
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:

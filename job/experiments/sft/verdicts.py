@@ -82,10 +82,10 @@ def open_judge(folder: Path, config: SftConfig) -> tuple[DecoderConfig, JudgeRea
         reader = JudgeReader(Renderer(TEMPLATES[shape.family], FileTokenizer(folder / FileTokenizer.kind)))
     except ValueError as error:
         raise ValueError(f"the judge of job.parameters.eval.judge: {error}") from error
-    count, said = parameters(shape), config.eval.judge_parameters
-    if abs(count / said - 1) > NEARLY:
+    count, priced = parameters(shape), config.eval.judge_parameters
+    if abs(count / priced - 1) > NEARLY:
         raise ValueError(
-            f"{folder}: the judge has {count:,} parameters, but job.parameters.eval.judge_parameters is {said:g}, and"
+            f"{folder}: the judge has {count:,} parameters, but job.parameters.eval.judge_parameters is {priced:g}, and"
             f" the bill uses this number: write {count:.3g}"
         )
     longest = config.longest() + 2 * config.eval.sample_tokens + JUDGE_TOKENS
@@ -115,8 +115,8 @@ def table(pairs: Sequence[tuple[Choice, Choice]]) -> dict[str, Any]:
     """All verdicts together. A tie is half a win. `first_place`: the share of prompts in which A is preferred, 0.5 for
     a judge without a preference for a place. `certain`: the mean probability that the judge says A or B at all.
     """
-    said = [verdict(*pair) for pair in pairs]
-    counts = {name: said.count(word) for name, word in (("wins", "win"), ("losses", "loss"), ("ties", "tie"))}
+    outcomes = [verdict(*pair) for pair in pairs]
+    counts = {name: outcomes.count(word) for name, word in (("wins", "win"), ("losses", "loss"), ("ties", "tie"))}
     choices = [choice for pair in pairs for choice in pair]
     rate = (counts["wins"] + counts["ties"] / 2) / len(pairs)
     low, high = interval(rate, len(pairs))

@@ -35,6 +35,7 @@ from tests.job.train_world import StopAt
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
+MANY = 10**6  # looks for a stop request, more than any run here has
 A, B, EQUAL = Choice(-0.1, -2.4), Choice(-2.4, -0.1), Choice(-0.7, -0.7)
 TINY = DecoderConfig(
     vocab=512, layers=1, width=16, heads=2, kv_heads=1, head_dim=8, ffn=32, rope_scaling="none", tied=True
@@ -103,7 +104,7 @@ def judged_run(workdir: Path, name: str = "base", **changed: Any) -> Path:
     return sft.make(workdir, **changed)
 
 
-def opened(workdir: Path) -> tuple[Sft, judge.Judge]:
+def opened(workdir: Path) -> tuple[Sft, judge.AnswerJudge]:
     """The experiment with its module, nothing trained, and its judge."""
     experiment = world.experiment(workdir)
     assert isinstance(experiment, Sft)
@@ -115,7 +116,9 @@ def opened(workdir: Path) -> tuple[Sft, judge.Judge]:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = judged_run(tmp_path_factory.mktemp("judged"))
-    assert world.train(workdir) == 0
+    looks = StopAt(workdir, MANY)
+    assert world.train(workdir, looks) == 0
+    (workdir / "looks").write_text(str(MANY - (looks._left or 0)))
     return workdir
 
 
@@ -223,10 +226,8 @@ def test_a_judge_changes_nothing_of_what_is_trained(finished: Path, tmp_path: Pa
 
 def test_a_run_stopped_while_its_answers_are_judged_ends_with_the_same_results(finished: Path, tmp_path: Path) -> None:
     workdir = judged_run(tmp_path)
-    looks = StopAt(workdir, 10**6)
-    assert world.train(judged_run(tmp_path / "counted"), looks) == 0
-    whole = 10**6 - (looks._left or 0)
-    assert world.train(workdir, StopAt(workdir, whole - 3)) == TrainerExit.STOPPED  # in the judge's six prompts
+    last = int((finished / "looks").read_text())
+    assert world.train(workdir, StopAt(workdir, last - 3)) == TrainerExit.STOPPED  # in the judge's six prompts
     assert (workdir / "final" / "meta.json").exists()
     assert not (workdir / "results.json").exists()
     assert world.train(workdir) == 0
