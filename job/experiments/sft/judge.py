@@ -104,6 +104,7 @@ class AnswerJudge:
         sft.module.to("meta")  # frees its memory, although the loop still has the module
         sft.module = None  # final/ is complete, so that a limit has nothing more to write
         session.device.tidy()
+        session.say(f"judge {sft.config.eval.judge}: its weights are read in place of the trained model's")
         if self._folder is None:
             return tuning.base(session, sft.config, torch.bfloat16)
         compute = DTYPES[sft.config.precision.compute]

@@ -112,8 +112,9 @@ def entry(first: Choice, second: Choice) -> dict[str, Any]:
 
 
 def table(pairs: Sequence[tuple[Choice, Choice]]) -> dict[str, Any]:
-    """All verdicts together. A tie is half a win. `first_place`: the share of prompts in which A is preferred, 0.5 for
-    a judge without a preference for a place. `certain`: the mean probability that the judge says A or B at all.
+    """All verdicts together. A tie is half a win, so that the rate of a judge that decides nothing is 0.5. `decided`:
+    the share of questions without ties. `first_place`: the share of prompts in which A is preferred, 0.5 for a judge
+    without a preference for a place. `certain`: the mean probability that the judge says A or B at all.
     """
     outcomes = [verdict(*pair) for pair in pairs]
     counts = {name: outcomes.count(word) for name, word in (("wins", "win"), ("losses", "loss"), ("ties", "tie"))}
@@ -126,6 +127,7 @@ def table(pairs: Sequence[tuple[Choice, Choice]]) -> dict[str, Any]:
         "win_rate": rate,
         "win_rate_low": low,
         "win_rate_high": high,
+        "decided": 1 - counts["ties"] / len(pairs),
         "first_place": sum((a > b) + (a == b) / 2 for a, b in choices) / len(choices),
         "certain": sum(math.exp(a) + math.exp(b) for a, b in choices) / len(choices),
     }

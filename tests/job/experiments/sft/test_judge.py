@@ -52,7 +52,7 @@ def test_an_answer_wins_that_is_preferred_in_both_orders_and_all_else_is_a_tie()
 def test_a_tie_is_half_a_win_and_the_preference_for_a_place_is_counted() -> None:
     found = verdicts.table([(A, B)] * 5 + [(B, A)] * 2 + [(A, A)] * 3)
     assert (found["questions"], found["wins"], found["losses"], found["ties"]) == (10, 5, 2, 3)
-    assert found["win_rate"] == 0.65
+    assert (found["win_rate"], found["decided"]) == (0.65, 0.7)
     assert found["first_place"] == (5 + 2 + 6) / 20
     assert found["certain"] == pytest.approx(0.904837 + 0.090718, abs=1e-5)
     assert verdicts.sentence(found).startswith(
@@ -160,7 +160,7 @@ def test_a_judge_that_prefers_a_place_gives_ties_alone(tmp_path: Path, monkeypat
     _, own = opened(judged_run(tmp_path))
     monkeypatch.setattr(judge, "choice", lambda *given: A)
     found = own.judged([LONG, SHORT])["judge"]
-    assert (found["ties"], found["win_rate"], found["first_place"]) == (2, 0.5, 1.0)
+    assert (found["ties"], found["win_rate"], found["decided"], found["first_place"]) == (2, 0.5, 0.0, 1.0)
 
 
 def test_an_interrupted_judge_goes_on_with_the_questions_that_it_has_not_finished(
