@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from gpufleet.job import atomic
 from gpufleet.job.contract.codes import TrainerExit
@@ -26,6 +28,7 @@ from gpufleet.job.experiments.sft import judge, merge, verdicts
 from gpufleet.job.experiments.sft.run import Sft
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.sft.verdicts import Choice
+from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.experiments.tuning.spec import parameters
 from gpufleet.job.kind import from_json
 from gpufleet.job.kind.common import Rung
@@ -235,18 +238,38 @@ def test_a_run_stopped_while_its_answers_are_judged_ends_with_the_same_results(f
         assert sft.results(workdir)[key] == sft.results(finished)[key]
 
 
-@pytest.mark.parametrize(("method", "name"), [("lora", "open"), ("full", "base")])
-def test_a_judge_takes_the_trained_models_place_once_that_is_delivered(method: str, name: str, tmp_path: Path) -> None:
-    workdir = judged_run(tmp_path, name, method=method)
+def embeddings() -> int:
+    """How many embeddings of the trained model's shape there are in memory."""
+    gc.collect()
+    return sum(type(each) is nn.Parameter and each.shape == (512, 64) and not each.is_meta for each in gc.get_objects())
+
+
+def test_a_judge_takes_the_place_of_the_trained_model_which_nothing_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workdir, before = judged_run(tmp_path, "open"), embeddings()
+    there, real = list[int](), hf.load
+
+    def load(folder: Path, module: Decoder) -> None:
+        there.append(embeddings() - before)
+        real(folder, module)
+
+    monkeypatch.setattr(hf, "load", load)
     assert world.train(workdir) == 0
+    assert there == [0]
     assert sft.results(workdir)["judge"]["questions"] == 3
     assert (workdir / "final" / hf.WEIGHTS).exists()
-    experiment, own = opened(workdir)
-    trained = experiment.module
-    assert trained is not None
-    own._loaded()
+
+
+def test_after_training_all_weights_the_base_is_read_again(tmp_path: Path) -> None:
+    experiment, own = opened(judged_run(tmp_path, method="full"))
+    trained, base = experiment.module, tuning.base(experiment.session, experiment.config, torch.bfloat16)
+    loaded = own._loaded()
     assert experiment.module is None
-    assert {parameter.device.type for parameter in trained.parameters()} == {"meta"}
+    assert trained is not None
+    assert all(parameter.is_meta for parameter in trained.parameters())
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, base.get_parameter(name))
 
 
 def test_the_base_judges_without_the_adapter(tmp_path: Path) -> None:
