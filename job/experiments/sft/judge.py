@@ -36,6 +36,7 @@ class AnswerJudge:
         self._sft = sft
         self._model: Decoder | None = None
         session, config = sft.session, sft.config
+        self._tokenizer = open_chat_tokenizer(sft.manifest.facts["tokenizer"], session.data)
         self._folder = None if config.eval.judge == JUDGE_BASE else session.workdir / USER / NAMED / config.eval.judge
         if self._folder is None:
             self._shape = config.model
@@ -70,10 +71,8 @@ class AnswerJudge:
 
     def _prompts(self, item: Mapping[str, Any]) -> list[list[int]]:
         """The two prompts for a question. The answer of the data is cut where the trained model had to stop."""
-        session, sft = self._sft.session, self._sft
-        tokenizer = open_chat_tokenizer(sft.manifest.facts["tokenizer"], session.data)
-        most = sft.config.eval.sample_tokens
-        theirs = tokenizer.decode(tokenizer.encode_batch([item["reference"]])[0][:most])
+        (reference,) = self._tokenizer.encode_batch([item["reference"]])
+        theirs = self._tokenizer.decode(reference[: self._sft.config.eval.sample_tokens])
         return self._reader.prompts(item["prompt"], item["answer"], theirs)
 
     def _choices(self, prompts: Sequence[Sequence[int]]) -> list[Choice]:
