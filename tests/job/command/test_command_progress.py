@@ -357,7 +357,10 @@ def test_where_no_line_tells_a_step_checkpoints_whose_names_count_do(tmp_path: P
         reading.progress.saved(Save(step=step, reason="timed", bytes=7, blocked_s=0.0), reading.now, is_counted=True)
     reading.progress.saved(Save(step=401, reason="timed", bytes=7, blocked_s=0.0), reading.now, is_counted=False)
     reading.progress.flush()
-    assert (reading.progress.first, reading.progress.step) == (None, 400)  # no save is a line
+    assert (reading.progress.first, reading.progress.step) == (
+        None,
+        400,
+    )  # a save is not a printed line, so `first` stays None
     assert [record["step"] for record in reading.records()][-1] == 400
     reading.take(b"step 410\n")
     reading.progress.saved(Save(step=405, reason="timed", bytes=7, blocked_s=0.0), reading.now, is_counted=True)

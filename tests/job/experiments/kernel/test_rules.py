@@ -280,7 +280,7 @@ def test_what_reaches_beyond_a_kernel_is_not(line: str, why: str) -> None:
         (importing("from triton.language.extra import cuda"), "import from triton"),
         (
             replaced("    n = ", "    made = 1\n    g = lambda a, b=made: a\n    n = ") + "made = [1]\n",
-            "made can be changed, and outlives a call",
+            "made is a list or dict of the module, which keeps changes from one call to the next",
         ),
         (HONEST + "calls = enumerate(range(9))\n", "a call at the top"),
         (HONEST + "made = []\ncalls = tuple(made)\n", "made can be changed"),
