@@ -13,13 +13,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
+from gpufleet.infra.discover.expressions import Span
 from gpufleet.infra.discover.lines import BAR, NUMBER, PrintedLine
 from gpufleet.infra.discover.sandbox import LEAVES_S, TrialRun, Written
 from gpufleet.infra.discover.saves import Pattern
 from gpufleet.infra.discover.script import CheckpointFacts, ScriptFacts
 from gpufleet.infra.discover.source import Finding
 from gpufleet.infra.discover.template import Trial
-from gpufleet.infra.discover.values import Span
 from gpufleet.job.command.elsewhere import NO_CHECKPOINT, pattern_of
 from gpufleet.job.command.lines import Counting, Patterns, Position
 from gpufleet.job.command.names import FoundCheckpoint, Names
