@@ -166,7 +166,7 @@ def main() -> None:
         say(
             f"| {name} | {usd[canaries // 2]:.3f} | {usd[int(0.95 * (canaries - 1))]:.3f} | {usd[-1]:.3f} | {limit} |\n"
         )
-    say(f"\nThe largest was on {worst.type} in {worst.region}. Above {stacks.MOST_USD} USD: ")
+    say(f"\nThe most expensive canary ran on {worst.type} in {worst.region}. Above {stacks.MOST_USD} USD: ")
     say(f"{sum(each.usd > stacks.MOST_USD for each in found)}.\n\nEnded by:")
     for index, name in enumerate(RUNS):
         by = Counter(each.ended_by[index] for each in found)

@@ -40,7 +40,7 @@ def main() -> None:
     given, say = parser.parse_args(), sys.stdout.write
     engine = subprocess.run(["pulumi", "version"], capture_output=True, text=True, check=True).stdout.strip()
     say(
-        "# Killed at every call to AWS\n\n"
+        "# `up` and `destroy`, killed at each of their calls to AWS\n\n"
         f"{datetime.now(UTC):%Y-%m-%d}, Pulumi {engine}, embedded AWS. `python bench/kills.py` wrote this.\n\n"
         "After each: `pulumi cancel`, `pulumi destroy`, one `gpufleet sweep --delete`. It holds where then nothing of "
         "the stack is left, nothing of others was touched, and no node ran behind an exit code 0 of `destroy`.\n\n"

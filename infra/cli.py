@@ -17,7 +17,7 @@ from pathlib import Path
 from gpufleet.infra.envelope import Envelope, filled
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.progress import Screen
-from gpufleet.infra.terminal import Shown
+from gpufleet.infra.show.terminal import Shown
 from gpufleet.infra.text import wrap
 from gpufleet.job.progress import shown_by
 

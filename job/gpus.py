@@ -79,7 +79,7 @@ class Sampler:
         self.used_at = clock()  # the time at which a GPU was last busy, or its use was unknown
         self.xids = list[int]()
         self._told = 0  # Xid errors that were reported already
-        self._gone: str | None = None  # the missing GPU, if nvidia-smi has ended by itself
+        self._gone: str | None = None  # how many GPUs still answer, if nvidia-smi has ended; empty if all do
         self._clock, self._count = clock, gpus
         self._recent: collections.deque[float] = collections.deque(maxlen=MEAN_OF)
         self._process: subprocess.Popen[str] | None = None

@@ -45,7 +45,7 @@ def _forget_route_table(backend: Any, asked: dict[str, Any]) -> None:
 
 
 def _forget_nat_interface(backend: Any, asked: dict[str, Any]) -> None:
-    """DeleteNatGateway also deletes its interface, which would keep moto's subnet in use."""
+    """Deletes the gateway's interface, as AWS does. moto leaves it, and its subnet would stay in use."""
     if (nat := backend.nat_gateways.get(asked["NatGatewayId"])) is not None:
         backend.enis.pop(nat._eni.id, None)
 

@@ -30,7 +30,7 @@ class Habits:
     def sentences(self) -> Iterator[str]:
         """The habits as lines for people."""
         yield f"the first node after {self.launch_s:g} s, the next ones after {self.relaunch_s:g} s"
-        yield f"a notice comes {self.notice_s:g} s ahead; a new fleet is listed after {self.shown_s:g} s"
+        yield f"a notice comes {self.notice_s:g} s before the end; AWS lists a new fleet after {self.shown_s:g} s"
         yield f"a deleted fleet has the state deleted after {self.deleted_s:g} s"
         yield from (f"{other} instead of {code}" for code, other in self.codes.items())
 

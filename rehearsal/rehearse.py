@@ -376,7 +376,7 @@ def headline(why: str) -> str:
             f"the Python that runs the script has no module {missing[1]!r}: install it there, or name the Python that"
             " has it as `python` of the file's `rehearsal` section"
         )
-    first = why.partition(" | ")[0]
+    first = re.split(r" \| |\n", why, maxsplit=1)[0]
     if ended := re.fullmatch(r"(.* ended with .* at step [\d,]+) \((.*)\)(.*)", first, re.DOTALL):
         first = f"{ended[2]}: {ended[1]}{ended[3]}"
     return textwrap.shorten(first, LONGEST, placeholder=" ...")

@@ -404,14 +404,15 @@ class Watch:
                 self._tell("boot", f"{view.name}: {message}", node=view.node.instance.id)
 
     def _why_failed(self, view: NodeView, message: str) -> str:
-        """The failure with the node's last lines. If its exception only says that another node's rank is gone, the
-        other node's own exception instead.
+        """The cause of the failure, with the node's last lines. If its exception only says that another node's rank is
+        gone, the other node's own exception instead.
         """
         if OF_OTHERS.search(view.cause()):
             for other in self.views.values():
                 if not other.ended and (cause := other.cause()) and not OF_OTHERS.search(cause):
                     return "\n".join([f"{other.name}: {cause}", *other.last_lines()])
-        return "\n".join([f"{view.name}: {message}", *view.last_lines()])
+        why = f"{cause} ({message})" if (cause := view.cause()) else message
+        return "\n".join([f"{view.name}: {why}", *view.last_lines()])
 
     def _container_log(self, view: NodeView) -> None:
         for line in view.tail.new(view.node.container_log):

@@ -55,10 +55,10 @@ def written() -> dict[str, str]:
     return {heading: blocks[0] for heading, blocks in found.items() if blocks}
 
 
-CAMPAIGN = "Try many hyperparameters under one budget"
+CAMPAIGNS = {"Try many hyperparameters under one budget": 6, "Let a coding agent work, and limit what it spends": 0}
 
 
-@pytest.mark.parametrize("heading", sorted({*written()} - {CAMPAIGN}))
+@pytest.mark.parametrize("heading", sorted({*written()} - {*CAMPAIGNS}))
 def test_what_a_section_says_to_write_is_accepted(heading: str, tmp_path: Path) -> None:
     text, now = written()[heading], datetime(2026, 11, 21, 12, tzinfo=UTC)
     path = tmp_path / "mine.yaml"
@@ -74,14 +74,15 @@ def test_what_a_section_says_to_write_is_accepted(heading: str, tmp_path: Path) 
         assert [each.scenario for each in scenarios(path, now=now)] == list(yaml.safe_load(text)["scenarios"])
 
 
-def test_the_campaign_that_a_section_says_to_write_is_accepted(tmp_path: Path) -> None:
-    for name, text in (("stacks/mine", BASE), ("campaigns/night", written()[CAMPAIGN])):
+@pytest.mark.parametrize(("heading", "trials"), CAMPAIGNS.items())
+def test_the_campaign_that_a_section_says_to_write_is_accepted(heading: str, trials: int, tmp_path: Path) -> None:
+    for name, text in (("stacks/mine", BASE), ("campaigns/night", written()[heading])):
         (tmp_path / name).parent.mkdir()
         (tmp_path / f"{name}.yaml").write_text(text)
     made = campaign.trials(campaign.load("night", tmp_path), tmp_path)
     campaign.write(made, tmp_path)
     read = [load(find(each.name, tmp_path), now=datetime(2026, 11, 21, 12, tzinfo=UTC)) for each in made]
-    assert [each.limits.max_usd for each in read] == [2] * 6
+    assert [each.limits.max_usd for each in read if each.name != "mine"] == [2] * trials
 
 
 def test_the_file_with_stages_is_priced_whole(tmp_path: Path) -> None:

@@ -40,11 +40,10 @@ ROOMS = {
     "infra": (
         *(
             "text",
-            "show",
             "errors",
             "progress",
             "envelope",
-            "terminal",
+            "show",
             "catalog",
             "prices",
             "market",

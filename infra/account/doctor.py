@@ -12,7 +12,7 @@ from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
 
-from gpufleet.infra.account import checks, organisation, quotas, refusals, registry, rights
+from gpufleet.infra.account import checks, network_and_boundary, quotas, refusals, registry, rights
 from gpufleet.infra.account.checks import Check
 from gpufleet.infra.definition import pin as pins
 from gpufleet.infra.definition.model import StackDefinition
@@ -73,8 +73,8 @@ def examine(definition: StackDefinition, root: Path, client: Callable[[str, str]
         lambda: checks.service_roles(definition, iam),
         lambda: quotas.vcpu_quotas(definition, service_quotas, ec2),
         lambda: quotas.vpc_quota(definition, ec2, service_quotas),
-        lambda: organisation.network(definition, ec2),
-        lambda: organisation.boundary(definition, iam),
+        lambda: network_and_boundary.network(definition, ec2),
+        lambda: network_and_boundary.boundary(definition, iam),
         lambda: checks.offerings(definition, ec2),
         lambda: checks.block(definition, ec2),
         lambda: checks.ami(definition, ec2),

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from gpufleet.infra.canary.facts import FlightFacts
+from gpufleet.infra.canary.observations import FlightFacts
 
 State = Literal["held", "refuted", "not met"]
 FILE = Path(__file__).with_name("assumptions.yaml")

@@ -13,7 +13,7 @@ from typing import Any
 from gpufleet.infra.account import actual_bill
 from gpufleet.infra.account.actual_bill import Charged
 from gpufleet.infra.canary.assumptions import judge
-from gpufleet.infra.canary.facts import FlightFacts
+from gpufleet.infra.canary.observations import FlightFacts
 from gpufleet.infra.errors import AwsRefused, GpufleetError
 from gpufleet.infra.evidence.proofs import Proof
 from gpufleet.job import atomic

@@ -23,7 +23,7 @@ from gpufleet.infra.account.leftovers import Left
 from gpufleet.infra.account.run_folder import RunFolder, find_folder
 from gpufleet.infra.account.wait import describe, explain
 from gpufleet.infra.canary import notice, probes, traces
-from gpufleet.infra.canary.facts import LATE, FlightFacts
+from gpufleet.infra.canary.observations import LATE, FlightFacts
 from gpufleet.infra.canary.stacks import CAP, NAMES, RUN, Scale, affords_stop, definition, renew_capped
 from gpufleet.infra.canary.traces import ObservedNode
 from gpufleet.infra.definition.model import StackDefinition

@@ -19,7 +19,7 @@ from gpufleet.infra.account.refusals import code
 from gpufleet.infra.account.run_folder import find_log_groups, name_prefix
 from gpufleet.infra.canary import role_rights
 from gpufleet.infra.canary.assumptions import known
-from gpufleet.infra.canary.facts import LATE, FlightFacts
+from gpufleet.infra.canary.observations import LATE, FlightFacts
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import PriceMissing

@@ -19,8 +19,8 @@ from typing import Any
 from gpufleet.infra.account.checks import Check
 from gpufleet.infra.canary import replay
 from gpufleet.infra.canary.assumptions import judge, known
-from gpufleet.infra.canary.facts import redacted
 from gpufleet.infra.canary.flight import Flight
+from gpufleet.infra.canary.observations import redacted
 from gpufleet.infra.evidence.proofs import SCHEMA, Proof, newest
 from gpufleet.infra.text import table
 from gpufleet.job import atomic

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from gpufleet.infra.canary.facts import redacted
+from gpufleet.infra.canary.observations import redacted
 
 STANDS_IN = "the examples in AWS's documentation, for want of a canary on a real account"
 _LACKING = "lacking"

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from gpufleet.infra.account import aws
-from gpufleet.infra.canary.facts import FlightFacts
+from gpufleet.infra.canary.observations import FlightFacts
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.program.resources.tags import own_tags
 from gpufleet.job.contract import bucket as keys

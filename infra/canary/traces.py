@@ -11,7 +11,7 @@ from typing import Any
 
 from gpufleet.infra.account import aws
 from gpufleet.infra.account.run_folder import RunFolder, find_log_groups
-from gpufleet.infra.canary.facts import FlightFacts
+from gpufleet.infra.canary.observations import FlightFacts
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.job.contract import bucket
 from gpufleet.job.contract.attempt import record

@@ -79,7 +79,7 @@ class Gpu:
         return self.bf16_tflops if products == "bf16" else self.fp32_tflops
 
     def has_a_roofline(self, products: str) -> bool:
-        """Whether the speed of a job with these products can be derived from the GPU's data sheet."""
+        """Whether the data sheet gives the speed of a job whose matrix products are computed in `products`."""
         return self.peak_tflops(products) is not None and self.bandwidth_gb_s is not None
 
 

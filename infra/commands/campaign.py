@@ -247,7 +247,7 @@ class Campaign:
     clock: Callable[[], float] = time.time
     finished: dict[str, int] = field(default_factory=dict)  # exit codes by name
     stopped: set[str] = field(default_factory=set)  # losing runs that were asked to end
-    too_dear: set[str] = field(default_factory=set)  # runs whose bill has risen, so that they need their own limit
+    too_dear: set[str] = field(default_factory=set)  # runs whose bill has risen: each needs its file's whole max_usd
 
     def carry_out(self) -> int:
         """Carries it out; returns the exit code of `run`. Raises GpufleetError, for example if the ledger is lost."""

@@ -212,7 +212,9 @@ def check_account(account: Account, fleet: Fleet, findings: Findings) -> None:
     """Checks the section `account` against the fleet."""
     for key in account.tags or {}:
         if not TAG_KEY.fullmatch(key):
-            allowed = "keys of 1 to 128 of A-Z a-z 0-9 space _ . : / = + - @, but not Name, aws:... or gpufleet:..."
+            allowed = (
+                "1 to 128 of the characters A-Z a-z 0-9 space _ . : / = + - @, but not Name, aws:... or gpufleet:..."
+            )
             findings.add(f"account.tags.{key}", allowed, "The excluded keys belong to the stack or to AWS.")
     if account.kms_key and account.kms_key.split(":")[3] != fleet.region:
         findings.add("account.kms_key", f"a key of {fleet.region}, where bucket and disks are")

@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass
 from functools import partial
 
+from gpufleet.infra.discover.expressions import Piece, Values, braced, joined, percented, pieces, unit
 from gpufleet.infra.discover.reach import Reach, Site, called, dotted, walk
 from gpufleet.infra.discover.saves import loop_unit
 from gpufleet.infra.discover.settings import literal
-from gpufleet.infra.discover.values import Piece, Values, braced, joined, percented, pieces, unit
 
 NUMBER = r"(?:[-+]?[\d.]+(?:e[-+]?\d+)?|nan|[-+]?inf)"
 COUNTED = ("step", "epoch", "batch", "total", "batches")

@@ -6,12 +6,12 @@ import ast
 import posixpath
 import re
 
+from gpufleet.infra.discover.expressions import Hole, Values
 from gpufleet.infra.discover.frameworks import Framework
 from gpufleet.infra.discover.reach import Reach, Site, dotted, walk
 from gpufleet.infra.discover.saves import OTHER, CodeSave, Saves, around_of
 from gpufleet.infra.discover.settings import Setting, literal
 from gpufleet.infra.discover.source import Finding
-from gpufleet.infra.discover.values import Hole, Values
 
 # Names of settings that count as resuming if the code shows no use of them.
 RESUME = (

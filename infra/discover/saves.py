@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from gpufleet.infra.discover.expressions import Hole, Kind, Parts, Span, Values, loop_range, unit
 from gpufleet.infra.discover.reach import Function, Reach, Scope, Site, assignments, called, dotted, walk
 from gpufleet.infra.discover.settings import Setting
-from gpufleet.infra.discover.values import Hole, Kind, Parts, Span, Values, loop_range, unit
 
 OWNER = -1  # in place of an argument's position: the call is a method of the path, or of the file at the path
 # Calls that write files. Each row has a pattern of the function's name, the position of the path among the arguments,

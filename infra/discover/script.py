@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from gpufleet.infra.discover.expressions import Hole, Kind, Span, Values, loop_range
 from gpufleet.infra.discover.frameworks import Framework, framework_of
 from gpufleet.infra.discover.lines import PrintedLine, find_lines
 from gpufleet.infra.discover.reach import Reach, Site, dotted, walk
@@ -21,7 +22,6 @@ from gpufleet.infra.discover.saves import CodeSave, Pattern, Saves, around_of, f
 from gpufleet.infra.discover.settings import ScriptSettings, Setting, declared, environment_key, literal, of_file
 from gpufleet.infra.discover.source import CodeFolder, Finding
 from gpufleet.infra.discover.start import StartedProgram, dockerfile_command, starts
-from gpufleet.infra.discover.values import Hole, Kind, Span, Values, loop_range
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.job.kind.command import EPOCH_COUNTS, FORMATS, STEP_COUNTS
 

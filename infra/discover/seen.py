@@ -13,13 +13,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
+from gpufleet.infra.discover.expressions import Span
 from gpufleet.infra.discover.lines import BAR, NUMBER, PrintedLine
 from gpufleet.infra.discover.sandbox import LEAVES_S, TrialRun, Written
 from gpufleet.infra.discover.saves import Pattern
 from gpufleet.infra.discover.script import CheckpointFacts, ScriptFacts
 from gpufleet.infra.discover.source import Finding
 from gpufleet.infra.discover.template import Trial
-from gpufleet.infra.discover.values import Span
 from gpufleet.job.command.elsewhere import NO_CHECKPOINT, pattern_of
 from gpufleet.job.command.lines import Counting, Patterns, Position
 from gpufleet.job.command.names import FoundCheckpoint, Names
@@ -29,7 +29,7 @@ from gpufleet.job.contract.commit import Commit
 from gpufleet.job.kind.command import CommandCheckpoint, CommandConfig, Every, Progress, Unit
 
 _INTEGER = re.compile(r"(?<![\w.])\d{1,3}(?:,\d{3})+(?![\w.])|(?<![\w.,])\d+(?![\w]|\.\d|,\d)")
-_OF_ONE_START = re.compile(  # a time, or a number of starts: in the name of a folder that each start makes anew
+_OF_ONE_START = re.compile(  # a time or a running number, in the name of a folder that each start makes anew
     r".*\d{8}.*|.*\d{4}-\d\d-\d\d.*|.*\d{4}_\d{6}.*|.*\d\d[-:_]\d\d[-:_]\d\d.*|(?<=[_-])\d+$|(?<=^exp)\d*$"
 )
 # for example Epoch [3/10]

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import REHEARSED_SAVES, rehearsed_steps
+from gpufleet.infra.discover.expressions import Kind, Span
 from gpufleet.infra.discover.lines import BAR, PrintedLine
 from gpufleet.infra.discover.marks import processes_asked, processes_in
 from gpufleet.infra.discover.script import BACKEND, COMPILE, DEVICE, LOG_EVERY, OUT, ScriptFacts
 from gpufleet.infra.discover.settings import Setting, with_setting
 from gpufleet.infra.discover.several import for_several
 from gpufleet.infra.discover.start import parts
-from gpufleet.infra.discover.values import Kind, Span
 from gpufleet.infra.errors import DefinitionError, GpufleetError, Problem
 from gpufleet.infra.inputs.code import ENVIRONMENTS
 from gpufleet.job.kind.command import FORMATS, INPUT, SAVE_INTERVALS, Format

@@ -203,7 +203,7 @@ def files_in(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _repositories(folder: Path, above: str = "") -> Iterator[tuple[str, Path, set[str]]]:
-    """Yields (prefix of names, folder, names) for the folder and for each repository nested in it."""
+    """Yields, for the folder and each repository nested in it, (prefix of its files' names, its path, the names)."""
     listed = git.ask(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     if listed == b"./\0":  # the parent's word for a submodule that is not checked out
         listed = None

@@ -35,7 +35,13 @@ NCCL = re.compile(
     r"(?:\[Rank (?P<rank>\d+)\].*)?Watchdog caught collective operation timeout: \w+\((?:.*OpType=(?P<what>\w+))?.*"
     r" ran for (?P<ms>\d+) milliseconds"
 )
-PLAIN = re.compile(r"no space left on device|disk quota exceeded|uncorrectable ECC|out of memory", re.IGNORECASE)
+PLAIN = re.compile(
+    r"no space left on device|disk quota exceeded|uncorrectable ECC|out of memory"
+    r"|^\S+: (?:line )?(?:\d+: )?[^:]+: (?:command )?not found$"  # a shell that lacks a program
+    r"|^\S+: .*: (?:permission denied|no such file or directory)$|^\S+: can't open file "  # a shell or Python, a file
+    r"|^\S+: error: (?:unrecognized|argument |the following arguments)",  # argparse
+    re.IGNORECASE,
+)
 
 
 class CauseOfEnd:

@@ -24,16 +24,21 @@ def launched(config: JobConfig, ranks: int) -> int:
     return 1 if config.processes == "own" else ranks
 
 
+def _share_rows(config: JobConfig) -> bool:
+    """Whether ranks share the rows of a step. If they share models instead, each model has all rows."""
+    return config.phases()[0].models is None
+
+
 def rows_per_rank(config: JobConfig, ranks: int) -> int:
     """The rows of each rank in a step, the same for every rank; 1 if unknown."""
     rows = config.rows() or 1
-    return rows if config.share == "models" else -(-rows // ranks)
+    return -(-rows // ranks) if _share_rows(config) else rows
 
 
 def empty_rows(config: JobConfig, ranks: int) -> int:
     """The empty rows that fill up the last ranks in a step, over all ranks; 0 if unknown."""
     rows = config.rows()
-    return 0 if rows is None or config.share == "models" else rows_per_rank(config, ranks) * ranks - rows
+    return 0 if rows is None or not _share_rows(config) else rows_per_rank(config, ranks) * ranks - rows
 
 
 def micro_batches(config: JobConfig, rung: Rung, ranks: int) -> int:

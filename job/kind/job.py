@@ -61,9 +61,6 @@ class Workload(ABC):
     # Which processes a node runs: a single one, on any device; one per GPU, which gpufleet starts; or the user's
     # command, which gpufleet's host starts.
     processes: ClassVar[Processes] = "one"
-    share: ClassVar[Literal["rows", "models"]] = (
-        "rows"  # what ranks share: a step's rows, or models with all their rows
-    )
     demands: ClassVar[Demands] = Demands()
     # Settings of this kind that do not change the time of a step, an evaluation or a save, in addition to SPEED_LEFT.
     leaves_speed: ClassVar[tuple[str, ...]] = ()

@@ -202,5 +202,5 @@ def test_receipts_come_in_numbers_and_what_is_none_is_warned_of(project: Path) -
     assert evil not in html
     assert "&lt;script&gt;" in html
     assert HtmlTables(html).tags == PLAIN - {"p"} | BAND | {"circle"}
-    assert "svg" not in found["r2"]._repr_html_()  # nobody paid what a rehearsal counts
+    assert "svg" not in found["r2"]._repr_html_()  # a rehearsal has no chart of cost, because nobody paid
     assert gpufleet.receipts("nothing") == []

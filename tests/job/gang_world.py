@@ -1,5 +1,5 @@
-"""Nodes of one run in one process: each a real supervisor with a store, a clock and trainers made by hand, in virtual
-time. What happens to them is a script.
+"""Several nodes of one run in one process, in virtual time. Each has a real supervisor; store, clock and trainers are
+simulated. A script says what happens to the nodes.
 
 A node has a thread each for its supervisor, its lookout, its uploads and its pulse. One thread of all nodes runs at a
 time, and others run while it sleeps or waits for the store. So a node can freeze or die amid any call, calls of several
@@ -667,7 +667,7 @@ class Town:
                     self._go_on(what, ticket)
                 else:
                     what()
-            for machine in self.machines:  # who is still there goes: nothing of this test runs on
+            for machine in self.machines:  # machines that are still up die, so that no thread of this test outlives it
                 machine.is_dead = True
             while self._queue:
                 _, _, ticket, what = heapq.heappop(self._queue)

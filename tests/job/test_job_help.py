@@ -1,4 +1,4 @@
-"""`python -m gpufleet.job`: its help, what is no run config, and the trainer waiting while it looks and downloads."""
+"""`python -m gpufleet.job`: its help, a file that is no run config, and the trainer that waits for the downloads."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from botocore.model import ListShape, MapShape, Shape, StructureShape
 from gpufleet.infra.account.fleet import fleets_of
 from gpufleet.infra.canary import notice, probes, proof, replay, stacks
 from gpufleet.infra.canary.assumptions import judge
-from gpufleet.infra.canary.facts import FlightFacts
 from gpufleet.infra.canary.flight import Flight
+from gpufleet.infra.canary.observations import FlightFacts
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.evidence import proofs
 from gpufleet.rehearsal import canary, habits

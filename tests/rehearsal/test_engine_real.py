@@ -113,7 +113,7 @@ def tell(story: RealStory, cloud: Cloud, clock: ManualClock, engine: Pulumi, fil
     facts["relaunched"] = len(cloud.instances()) - nodes
     facts["made_again"], facts["its_schedule"] = fleet_id(), schedule(cloud)
 
-    # AWS expires the fleet, and the recorded moment has passed.
+    # AWS expires the fleet, and the expiry that the stack records has passed.
     clock.advance(40 * 3600)
     cloud.tick()
     clock.advance(200)

@@ -104,6 +104,10 @@ def test_the_step_that_fails_is_named_its_scratch_is_kept_and_so_is_the_rehearsa
             "ValueError: (a) b: the command ended with exit code 1 at step 1,000, twice for the same reason",
         ),
         ("no such role", "no such role"),
+        (
+            "node 1: sh: no torchrun, for this reason\nTraceback\n12:00:01 supervisor: attempt 1",
+            "node 1: sh: no torchrun",
+        ),
         ("word " * 200, "word word "),
     ],
 )
@@ -550,9 +554,8 @@ echo "2026-11-21T12:00:00Z attempt failed: the container ended with 1"
 sleep 5000
 """
     fleet(cloud, template(cloud, user_data=script))
-    with pytest.raises(
-        RunFailedError, match="node 1: attempt failed: the container ended with 1\nValueError: no such key"
-    ):
+    why = "node 1: ValueError: no such key (attempt failed: the container ended with 1)\nValueError"
+    with pytest.raises(RunFailedError, match=re.escape(why)):
         watch().run()
 
 

@@ -209,7 +209,7 @@ def node_statements(
 
 
 def _folders(definition: StackDefinition) -> list[str]:
-    """The folders of the run's parts. Stages on one node share its rights, whose text IAM limits to 10,240 letters."""
+    """The run's folders in the bucket, one per stage. Stages on one node share one, as IAM limits policies."""
     return [f"{definition.run.id}/*"] if definition.parts[0].shared else [part.run.id for part in definition.parts]
 
 

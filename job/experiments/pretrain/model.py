@@ -63,7 +63,7 @@ class CharCache:
         return cos[self.length :], sin[self.length :]
 
     def advance(self, count: int) -> None:
-        """Counts the positions that every layer has appended."""
+        """Adds `count` to the length, after every layer has appended that many positions."""
         self.length += count
 
     def append(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor) -> tuple[Tensor, Tensor]:

@@ -99,7 +99,7 @@ def base(
     if not published and not config.data.source.startswith("generated-"):
         raise ValueError(
             "no base weights: storage.base_weights must name a folder with config.json and safetensors "
-            "(only a data.source that is generated starts from random ones)"
+            "(a job starts from random weights only if its data.source is a generated one)"
         )
     compute = DTYPES[config.precision.compute]
     module = decoder.build(config.model, compute=compute, dtype=dtype, device="meta")

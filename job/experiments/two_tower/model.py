@@ -35,7 +35,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from gpufleet.job.experiments.engine.parallel import local
 from gpufleet.job.experiments.two_tower.spec import Towers
 
-NORM_EPS = 1e-8  # added to a vector's length before the division by it
+NORM_EPS = 1e-8  # its square is added to a vector's squared length before the division by the length
 GROUP = 1 << 23  # number of scores that the loss has in memory at once; at least those of one member
 
 

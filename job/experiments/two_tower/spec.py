@@ -102,7 +102,6 @@ class TwoTowerConfig(ExperimentConfig):
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.two_tower.run:TwoTower"
     processes: ClassVar[Processes] = "per GPU"
-    share: ClassVar[Literal["rows", "models"]] = "models"
     demands: ClassVar[common.Demands] = common.Demands(one_node="its models never need each other")
     dataset_class: ClassVar[str] = "gpufleet.job.experiments.two_tower.data:RankingData"
     dataset_kind: ClassVar[str] = "ranking"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpufleet.infra.account import organisation, quotas
+from gpufleet.infra.account import network_and_boundary, quotas
 from gpufleet.infra.bill.project import bill_of
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.model import Account, StackDefinition, Vpc
@@ -138,7 +138,7 @@ def test_the_network_that_is_there_is_looked_at(cloud: Cloud, stack: Path, chang
     cloud.has(Account(vpc=Vpc(id=VPC, subnets=SUBNETS)))
     change(cloud)
     found = with_account(stack, vpc={"id": VPC, "subnets": SUBNETS})
-    checks = list(organisation.network(found, cloud.client("ec2")))
+    checks = list(network_and_boundary.network(found, cloud.client("ec2")))
     assert [check.state for check in checks] == [state, state]
     assert all(said in check.found for check in checks)
     assert list(quotas.vpc_quota(found, cloud.client("ec2"), None)) == []
@@ -158,7 +158,7 @@ def test_a_subnet_that_is_elsewhere_is_a_problem(
 ) -> None:
     cloud.has(Account(vpc=Vpc(id=VPC, subnets=SUBNETS)))
     found = with_account(stack, vpc={"id": vpc, "subnets": subnets})
-    check, _ = organisation.network(found, cloud.client("ec2"))
+    check, _ = network_and_boundary.network(found, cloud.client("ec2"))
     assert check.state == "problem"
     assert said in check.found
 
@@ -188,11 +188,11 @@ def test_the_boundary_is_held_against_what_a_node_may_do(
     iam = cloud.client("iam")
     document = json.dumps({"Version": "2012-10-17", "Statement": statements})
     arn = iam.create_policy(PolicyName="boundary", PolicyDocument=document)["Policy"]["Arn"]
-    (check,) = organisation.boundary(with_account(stack, permissions_boundary=arn, kms_key=KEY), iam)
+    (check,) = network_and_boundary.boundary(with_account(stack, permissions_boundary=arn, kms_key=KEY), iam)
     assert (check.state, said in check.found) == (state, True), check.found
 
 
 def test_a_boundary_that_is_not_there_is_a_problem(cloud: Cloud, stack: Path) -> None:
     arn = f"arn:aws:iam::{cloud.account}:policy/none"
-    (check,) = organisation.boundary(with_account(stack, permissions_boundary=arn), cloud.client("iam"))
+    (check,) = network_and_boundary.boundary(with_account(stack, permissions_boundary=arn), cloud.client("iam"))
     assert (check.state, check.found) == ("problem", f"{arn} does not exist")

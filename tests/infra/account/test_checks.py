@@ -1,4 +1,4 @@
-"""Whether the fleet's roles and the nodes may use a customer's key, as far as policies and grants show it."""
+"""Whether the roles of fleet and nodes may use a customer managed KMS key, as far as policies and grants show it."""
 
 from __future__ import annotations
 

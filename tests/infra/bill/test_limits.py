@@ -310,7 +310,7 @@ def test_the_share_of_runs_that_miss_the_deadline_is_a_warning_waits_counted() -
 
 @pytest.mark.parametrize("span", [False, True])
 def test_a_deadline_says_at_which_speed_it_stops_the_run_as_a_limit_does(span: bool) -> None:
-    """On demand only a wrong speed makes a run late. The warning names the limit that is reached first."""
+    """On demand a run is late only if it is slower than assumed. The warning names the limit that is reached first."""
     hours = timedelta(hours=0.5)
 
     def said(**changes: Any) -> list[str]:

@@ -11,8 +11,8 @@ import pytest
 
 from gpufleet.infra.canary import proof
 from gpufleet.infra.canary.assumptions import known
-from gpufleet.infra.canary.facts import FlightFacts
 from gpufleet.infra.canary.flight import Flight
+from gpufleet.infra.canary.observations import FlightFacts
 from gpufleet.infra.canary.stacks import AWS
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence import own_speeds

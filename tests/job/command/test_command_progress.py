@@ -357,7 +357,7 @@ def test_where_no_line_tells_a_step_checkpoints_whose_names_count_do(tmp_path: P
         reading.progress.saved(Save(step=step, reason="timed", bytes=7, blocked_s=0.0), reading.now, is_counted=True)
     reading.progress.saved(Save(step=401, reason="timed", bytes=7, blocked_s=0.0), reading.now, is_counted=False)
     reading.progress.flush()
-    assert (reading.progress.first, reading.progress.step) == (None, 400)  # no save is a line
+    assert (reading.progress.first, reading.progress.step) == (None, 400)  # a save is not a printed line
     assert [record["step"] for record in reading.records()][-1] == 400
     reading.take(b"step 410\n")
     reading.progress.saved(Save(step=405, reason="timed", bytes=7, blocked_s=0.0), reading.now, is_counted=True)
@@ -387,6 +387,14 @@ WATCHDOG = (
         (["ImportError: no flash_attn, falling back", TRACE, "OSError: [Errno 28] No space left on device"],
          "OSError: [Errno 28] No space left on device"),
         (["sh: write error: No space left on device"], "sh: write error: No space left on device"),
+        (["a look", "sh: 1: torchrun: not found"], "sh: 1: torchrun: not found"),
+        (["bash: line 1: accelerate: command not found"], "bash: line 1: accelerate: command not found"),
+        (["python: can't open file '/app/train.py': [Errno 2] No such file or directory"],
+         "python: can't open file '/app/train.py': [Errno 2] No such file or directory"),
+        (["bash: ./train.sh: Permission denied"], "bash: ./train.sh: Permission denied"),
+        (["usage: train.py [-h]", "train.py: error: unrecognized arguments: --lr 3"],
+         "train.py: error: unrecognized arguments: --lr 3"),
+        (["cache of the tokenizer: not found, downloading", "config.json not found"], ""),
         ([TRACE, "ConnectionError: once more", "step 1", "step 2", "step 3", "TypeError: x"], "TypeError: x"),
     ],
 )  # fmt: skip

@@ -267,7 +267,7 @@ def test_a_refusal_of_what_is_listed_is_an_error() -> None:
 
 
 class Deleting:
-    """S3 that answers each deletion of many keys and refuses one of them."""
+    """S3 that accepts each deletion of many keys, but refuses to delete one of the keys."""
 
     def __init__(self) -> None:
         self.asked: list[list[str]] = []

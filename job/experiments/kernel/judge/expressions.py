@@ -215,7 +215,11 @@ class Expressions:
         if any(node.id in scope for scope in self.scopes):
             return
         if node.id in self.lists:
-            raise Forbidden(node, f"{node.id} can be changed, and outlives a call: only decorators may use it")
+            raise Forbidden(
+                node,
+                f"{node.id} is a list or dict of the module, which keeps changes from one call to the next: only "
+                "decorators may use it",
+            )
         if isinstance(node.ctx, ast.Store) or not (node.id in self.top or node.id in BUILTINS):
             raise Forbidden(node, f"the name {node.id}")
         # this is also refused in front of a method whose name is a word of Triton's language
@@ -260,7 +264,9 @@ class Expressions:
         for part in ast.walk(node):
             # refused even if a name of the function hides the list
             if isinstance(part, ast.Name) and part.id in self.lists:
-                raise Forbidden(part, f"{part.id} can be changed, and outlives a call")
+                raise Forbidden(
+                    part, f"{part.id} is a list or dict of the module, which keeps changes from one call to the next"
+                )
             if isinstance(part, ast.Call) and self._full(part.func) not in TOP_CALLS:
                 raise Forbidden(part, "a call at the top, or in a default, that may give what can be changed")
             if isinstance(part, ast.List | ast.Set | ast.Dict | ast.ListComp | ast.GeneratorExp | ast.Lambda):

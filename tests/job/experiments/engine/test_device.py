@@ -28,7 +28,7 @@ def test_on_a_cpu_the_memory_of_a_freed_tensor_is_there_for_the_next() -> None:
     with device.settings(choose("cpu", bf16=False)):
         for _ in range(8):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            torch.ones(10_000_000)  # 9,766 pages, more than glibc keeps of itself
+            torch.ones(10_000_000)  # 9,766 pages, more than glibc keeps by default when they are freed
             found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     assert min(found) < 1000  # the first ones find no place that fits, as the heap happens to lie
 

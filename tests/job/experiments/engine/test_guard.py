@@ -101,7 +101,7 @@ def risen(*evaluations: float) -> SpikeGuard:
         ((2.0,), 2.1, False),  # within a tenth of the only one
         ((2.0,), 2.3, True),
         ((0.9, 0.4), 0.8, True),  # 1 - nDCG@10
-        ((), 3.0, False),  # none before: as the training losses were, or not
+        ((), 3.0, False),  # no evaluation before: 3.0 is near the training losses, 8.0 is not
         ((), 8.0, True),
     ],
 )
@@ -379,7 +379,7 @@ def test_a_long_evaluation_says_how_far_it_is(
     """Silent for a quarter of an hour, as one of 2,100 rows of sft-h100 is on an L40S, it would be killed each time."""
     monkeypatch.setattr("gpufleet.job.experiments.engine.experiment.SPOKEN_S", 0.0)
     workdir = world.make(tmp_path, batch={"micro": 1})
-    assert world.train(workdir, StopAt(workdir, 5)) == 75  # it looks three times itself
+    assert world.train(workdir, StopAt(workdir, 5)) == 75  # the evaluation itself asks three times whether to stop
     assert re.findall(r"evaluation: (\d+)% of its tokens", capsys.readouterr().out) == ["25", "50", "75"]
 
 

@@ -45,7 +45,7 @@ Row = Callable[[str], dict[str, Verdict]]
 
 @pytest.fixture(scope="module")
 def judged(workers: Workers) -> Row:
-    """row -> label -> verdict, a row when it is first asked for. Candidates that no extension is needed for are tried
+    """row -> label -> verdict. A row is judged when it is first asked for. Candidates that need no extension are tried
     with none and with all.
     """
     made = judge(workers, candidate_s=HANG_S, memory_gb=1.2)

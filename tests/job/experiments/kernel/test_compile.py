@@ -121,7 +121,7 @@ def test_a_launch_with_the_wrong_arguments_does_not_compile(workers: Workers) ->
 
 @pytest.mark.parametrize("option", ["ptx_options='output.txt'", "ir_override='a.ptx'", "**{'extern_libs': {}}"])
 def test_a_launch_that_brings_code_which_nobody_has_read_does_not_compile(workers: Workers, option: str) -> None:
-    """PTX that a program prints into its folder, for one, would run on a GPU in its kernel's place."""
+    """For example, PTX that a program writes into its folder would run on a GPU in place of its kernel."""
     verdict = judged(workers, honest(change=lambda text: text.replace("BLOCK=1024)", f"BLOCK=1024, {option})")))
     assert (verdict.stage, ": a launch with " in verdict.reason) == (2, True), verdict
 

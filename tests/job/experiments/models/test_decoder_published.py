@@ -143,7 +143,7 @@ def test_what_a_config_may_leave_out_is_what_transformers_takes(theta: float | N
 
 
 def test_a_qwen3_that_names_no_head_dim_has_the_familys_own(tmp_path: Path) -> None:
-    narrow = replace(QWEN3_8B, width=1024, heads=16, kv_heads=8)  # Qwen3-0.6B's: 1024 / 16 is 64
+    narrow = replace(QWEN3_8B, width=1024, heads=16, kv_heads=8)  # as Qwen3-0.6B; 1024 / 16 would be 64
     tree = hf_config.config_tree(narrow, "bfloat16")
     del tree["head_dim"]
     (tmp_path / hf_config.CONFIG).write_text(json.dumps(tree))

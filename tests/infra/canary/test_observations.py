@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpufleet.infra.canary.assumptions import EXPECTATIONS, Assumption, _judged, judge, known
-from gpufleet.infra.canary.facts import FlightFacts, redacted
+from gpufleet.infra.canary.observations import FlightFacts, redacted
 from tests.repository import ROOT
 
 PLANTED = (
