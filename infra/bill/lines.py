@@ -156,9 +156,9 @@ def dataset_gb(definition: StackDefinition, dataset_bytes: int | None) -> float:
 
 
 def weights_gb(definition: StackDefinition) -> float:
-    """GB of base weights that the stack uploads to its own bucket."""
-    place = definition.storage.base_weights
-    return 0.0 if place is None or place.startswith("s3://") else definition.job.parameters.sizes().base_weights / 1e9
+    """GB of base weights, and of a judge, that the stack uploads to its own bucket."""
+    weights = definition.storage.weights(definition.job.parameters.sizes())
+    return sum(held for place, held in weights if not place.startswith("s3://")) / 1e9
 
 
 def node_lines(definition: StackDefinition, catalog: Catalog, node_hours: float, compute: Price) -> list[Line]:

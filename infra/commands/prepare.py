@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         if part in trained:
             made = prepare_inputs(part, root, text=args.text, tokenizer=args.tokenizer, say=say)
             often.append(repeated(part.job.parameters, made))
-        else:
+        if part not in trained or part.storage.inputs:
             prepare_folders(part, root, aws.client("s3", part.fleet.region), say)
     if args.rehearsal:
         return 0

@@ -231,7 +231,7 @@ def _brought(work: StackDefinition, region: str) -> Decimal:
     if region == work.fleet.region:
         return Decimal(0)
     sizes, storage = work.job.parameters.sizes(), work.storage
-    places = ((storage.dataset, sizes.dataset), (storage.base_weights or "", sizes.base_weights))
+    places = ((storage.dataset, sizes.dataset), *storage.weights(sizes))
     held_gb = sum(held for place, held in places if place.startswith("s3://")) / 1e9
     return (Decimal(f"{held_gb:.6f}") * BETWEEN_REGIONS).quantize(Decimal("0.0001"))
 

@@ -163,6 +163,13 @@ def of_ready_made(name: str) -> Iterator[Schema]:
     if hasattr(config, "candidates"):
         whole = {"part": no({"const": "judge"}), "candidates": _EMPTY}
         yield when(no(has(STAGES)), limited("job.parameters", {"properties": whole}))
+    no_inputs = limited("storage.inputs", _NONE)
+    if hasattr(getattr(config, "eval", None), "judge"):
+        by_name = has("job.parameters.eval.judge", {"not": {"enum": ["", "base"]}})
+        yield when(no(by_name), no_inputs)
+        yield when(every(by_name, no(has(STAGES))), has("storage.inputs"))
+    else:
+        yield no_inputs
     if config.demands.one_node:
         yield limited("fleet.nodes", {"maximum": 1})
     if not config.sizes().base_weights:

@@ -156,13 +156,20 @@ def _storage(storage: Storage, findings: Findings) -> None:
 
 
 def _check_given(s: StackDefinition, findings: Findings) -> None:
-    """Checks the inputs: a ready-made job takes a dataset, a command any inputs by name."""
+    """Checks the inputs: a ready-made job takes a dataset and the inputs that its parameters name, a command any inputs
+    by name.
+    """
     storage, config = s.storage, s.job.parameters
     if config.dataset_kind:
         if not storage.dataset:
             findings.add("storage.dataset", PLACE)
-        if storage.inputs is not None:
+        asked = dict(config.demands.inputs)
+        if storage.inputs is not None and not asked:
             findings.add("storage.inputs", "nothing unless job.command is set", "Use storage.dataset for this job.")
+        for name in storage.inputs or {}:
+            if asked and name not in asked.values():
+                findings.add(f"storage.inputs.{name}", f"only what {' and '.join(asked)} names", value=name)
+        _check_named(s, findings)
         return
     for key, place in (("dataset", storage.dataset), ("base_weights", storage.base_weights)):
         if place:
@@ -172,6 +179,12 @@ def _check_given(s: StackDefinition, findings: Findings) -> None:
         remote = "Only a folder of this machine can be shipped." if "://" in code.folder else ""
         if problem := remote or _place_problem(code.folder, anywhere=True):
             findings.add(f"{config.path}.code.folder", "a folder, relative to the project", problem)
+    _check_named(s, findings)
+
+
+def _check_named(s: StackDefinition, findings: Findings) -> None:
+    """Checks that each input which the parameters name is in the file."""
+    storage, config = s.storage, s.job.parameters
     named = [*(storage.inputs or {}), *s.left]
     for path, name in config.demands.inputs:
         if name not in named:

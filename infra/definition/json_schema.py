@@ -287,7 +287,7 @@ def _kind(name: str, job: Schema, overlay: str, laid_over: Schema) -> Schema:
     storage: Schema = {"properties": {"dataset": {"enum": [None, ""]}, "base_weights": {"type": "null"}}}
     if name != COMMAND:
         asks = {"properties": {"experiment": {"const": name}}, "required": ["experiment"]}
-        storage = {"properties": {"inputs": False}, "required": ["dataset"]}
+        storage = {"required": ["dataset"]}
     return {
         "if": {"properties": {"job": asks}, "required": ["job"]},
         "then": {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -22,7 +22,7 @@ from gpufleet.infra.market.market import Market
 from gpufleet.infra.market.reservation import CapacityBlock as CapacityBlock
 from gpufleet.job.contract.goal import HOURS, USD
 from gpufleet.job.kind import JobConfig
-from gpufleet.job.kind.common import added_later
+from gpufleet.job.kind.common import Sizes, added_later
 from gpufleet.job.text import stamp
 
 
@@ -153,7 +153,8 @@ class Storage:
 
     dataset: str = ""  # for a ready-made job, which needs one; empty for a command
     base_weights: str | None = None
-    inputs: dict[str, str] | None = None  # for a command, by name: {inputs.NAME} is the input's path on the node
+    # by name: for a command, {inputs.NAME} is the input's path on the node; for a ready-made job, its `demands`
+    inputs: dict[str, str] | None = None
     root: Disk = Disk(size_gib=100)
     data: Disk | None = None
     keep: Keep = Keep()
@@ -173,12 +174,20 @@ class Storage:
 
     def taken_by(self, config: JobConfig) -> Storage:
         """The part of a staged run's storage that the job of one stage takes."""
+        asked = {name for _, name in config.demands.inputs}
+        inputs = {name: place for name, place in (self.inputs or {}).items() if name in asked}
         return replace(
             self,
             dataset=self.dataset if config.dataset_kind else "",
             base_weights=self.base_weights if config.sizes().base_weights else None,
-            inputs=None if config.processes != "own" else self.inputs,
+            inputs=self.inputs if config.processes == "own" else inputs or None,
         )
+
+    def weights(self, sizes: Sizes) -> Iterator[tuple[str, int]]:
+        """The places of base weights and of a ready-made job's other inputs, with their bytes."""
+        if self.base_weights is not None:
+            yield self.base_weights, sizes.base_weights
+        yield from ((place, sizes.inputs) for place in (self.inputs or {}).values())
 
     @property
     def prefixes(self) -> dict[str, str]:

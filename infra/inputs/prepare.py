@@ -31,6 +31,8 @@ def prepare_inputs(
     try:
         if (folder := definition.storage.weights_folder(root)) is not None:
             dataset.check_weights(folder, say)  # checked first, because tokenising may take an hour
+        for place in definition.storage.input_folders(root).values():
+            dataset.check_input(place)
     except (ValueError, ImportError) as error:
         raise _as_user_error(error) from error
     made = prepared(definition, root, text=text, tokenizer=tokenizer, say=say)

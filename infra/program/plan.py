@@ -271,9 +271,12 @@ def _gather(
         code=packed,
         inputs=inputs_read,
         entries=entries,
-        dataset_sha256=dataset.sha256
-        if dataset
-        else " ".join(listed.sha256 for listed in inputs_read.values() if complete),
+        dataset_sha256=" ".join(
+            [
+                *([dataset.sha256] if dataset else []),
+                *(listed.sha256 for listed in inputs_read.values() if complete),
+            ]
+        ),
     )
 
 

@@ -216,6 +216,7 @@ class Sizes:
     final_if_cut: tuple[int, ...]  # by phase: bytes of final/ if a limit ends the run in this phase
     dataset: int  # bytes of the prepared dataset, estimated before it exists
     base_weights: int = 0  # bytes of base weights that a node downloads before the first step
+    inputs: int = 0  # bytes of the folder in storage.inputs that a job with a dataset reads
     staged_in_memory: bool = True  # whether the host keeps a checkpoint in memory while it is written
     results: bool = True  # whether a finished run leaves results.json
 

@@ -76,6 +76,9 @@ class Dataset(ABC, Generic[C]):
     def check_weights(self, folder: Path, say: Say) -> None:
         """Raises ValueError if a node could not read the base weights in `folder`, or would refuse them."""
 
+    def check_input(self, folder: Path) -> None:
+        """Raises ValueError if a node could not use the folder that the parameters name as an input."""
+
     def list_weights(self, folder: Path, say: Say) -> None:
         """Writes weights.json into `folder`, and prints its content. Raises ValueError."""
 

@@ -11,7 +11,8 @@ from gpufleet.job.experiments.dataset.packed import prepare_packed
 from gpufleet.job.experiments.dataset.packing import Packing
 from gpufleet.job.experiments.dataset.rendering import TEMPLATES, FileTokenizer, WordTokenizer, own_tokenizer
 from gpufleet.job.experiments.dataset.untrained import untrained
-from gpufleet.job.experiments.sft.spec import SftConfig
+from gpufleet.job.experiments.sft import verdicts
+from gpufleet.job.experiments.sft.spec import JUDGE_BASE, SftConfig
 from gpufleet.job.text import counted
 
 
@@ -39,7 +40,8 @@ def prepare_sft(
     )
     if data.source == "generated-pairs" and text is None:
         pairs = GeneratedPairs(data.examples, config.seed)
-        ids = WordTokenizer.from_text(pairs.text(), template) if tokenizer is None else FileTokenizer(tokenizer)
+        words = pairs.text() + (verdicts.WORDS if config.eval.judge == JUDGE_BASE else "")
+        ids = WordTokenizer.from_text(words, template) if tokenizer is None else FileTokenizer(tokenizer)
         return prepare_packed(folder, pairs, ids, template, how, model_vocab=config.model.vocab, say=say)
     if text is None:
         raise ValueError("data.source is jsonl: name the file, gpufleet prepare STACK examples.jsonl")

@@ -33,6 +33,11 @@ class Conversations(PackedData[SftConfig]):
             warn_of_untrained(self.config, FileTokenizer(own), supplied.say)
         return manifest
 
+    def check_input(self, folder: Path) -> None:
+        from gpufleet.job.experiments.sft.verdicts import open_judge
+
+        open_judge(folder, self.config)
+
     def facts_differ(self, manifest: DatasetManifest) -> Iterator[str]:
         from gpufleet.job.experiments.dataset.packing import held_out_of
 

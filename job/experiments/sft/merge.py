@@ -57,6 +57,7 @@ class SftRun(Protocol):
     batches: PackedBatches
     phases: Sequence[Phase]
     trained: Weights
+    module: Decoder | None
     outcome: Mapping[str, Any]
 
 

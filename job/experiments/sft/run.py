@@ -24,6 +24,7 @@ from gpufleet.job.experiments.engine.packed_rows import PackedBatches
 from gpufleet.job.experiments.models import decoder, lora
 from gpufleet.job.experiments.models.decoder import Decoder
 from gpufleet.job.experiments.sft import merge
+from gpufleet.job.experiments.sft.judge import AnswerJudge
 from gpufleet.job.experiments.sft.spec import SftConfig
 from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.kind.common import Rung
@@ -48,6 +49,7 @@ class Sft(Experiment):
         self.progress: dict[str, Any] = {}
         self.module: Decoder | None = None
         self.trained = Weights(0, None)
+        self.judge = AnswerJudge(self) if self.config.eval.judge else None
         self._began = time.monotonic()
 
     def begin(self, phase: Phase, previous: nn.Module | None) -> nn.Module:
@@ -95,11 +97,13 @@ class Sft(Experiment):
         self.trained_s = time.monotonic() - self._began
 
     def finish(self) -> None:
-        """Validates the merge, stores answers, and writes final/ and results.json. Raises Stopped. Raises
-        MergeDiffersError on every rank after everything is written.
+        """Validates the merge, stores answers, writes final/, has the answers judged, and writes results.json. Raises
+        Stopped. Raises MergeDiffersError on every rank after everything is written.
         """
         assert self.module is not None
         entries = merge.finish(self, self.module)
+        if self.judge is not None:
+            entries |= self.judge.judged(entries.get("answers", []))
         if self.session.world.first:
             atomic.write_json(self.session.workdir / RESULTS, self._results(entries))
         report = entries.get("merge")  # None if nothing was merged, or if another rank has the report

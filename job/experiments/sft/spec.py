@@ -29,6 +29,11 @@ EAGER = 1.18
 # Tokens that one core of a host tokenises in a millisecond during training (bench/results/sft.md); and bytes per token
 # of the text that is stored beside the ids: 600 k instruction examples of 361 tokens are 870 MB.
 TOKENS_PER_MS, TEXT_BYTES = 540, 4.0
+JUDGE_BASE = "base"  # the value of `eval.judge` for the base weights
+# Tokens of the judge's own text and chat template, by the tokenizers of the three families; and bytes per token of a
+# forward pass without gradients: keys and values of all layers, and one layer's results (570 kB with 72 B).
+JUDGE_TOKENS, JUDGE_TOKEN_BYTES = 250, 1_000_000
+JUDGE_LOAD_GB_S = 1.0  # assumed rate at which a judge's files reach the GPU
 FP32_COST = 15  # how much longer a token takes in true fp32 than with bf16 tensor cores: an H100 has 67 and 989 TFLOP/s
 
 
@@ -60,6 +65,10 @@ class RowEval:
     rows: int = common.bounded(512, 1, 1_000_000)
     prompts: int = common.bounded(100, 0, 10_000)  # number of held-out instructions that are answered after training
     sample_tokens: int = common.bounded(128, 0, 4096)
+    # The model that compares each answer with that of the data: `base` for the base weights, or the name of an input or
+    # of an earlier stage. If empty, the answers are only stored.
+    judge: str = common.added_later("")
+    judge_parameters: float = common.added_later(8e9, 1.0, 1e12)  # the number of parameters of a judge that is an input
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +92,9 @@ class SftConfig(TuningConfig):
 
     trainer: ClassVar[str] = "gpufleet.job.experiments.sft.run:Sft"
     dataset_class: ClassVar[str] = "gpufleet.job.experiments.sft.data:Conversations"
-    leaves_speed: ClassVar[tuple[str, ...]] = ("epochs", "data.examples", "data.held_out", "lora.alpha")
+    leaves_speed: ClassVar[tuple[str, ...]] = (
+        "epochs", "data.examples", "data.held_out", "lora.alpha", "eval.judge", "eval.judge_parameters",
+    )  # fmt: skip
 
     epochs: int = common.bounded(3, 1, 1000)
     seed: int = common.bounded(1337, 0, 2**31 - 1)
@@ -104,8 +115,14 @@ class SftConfig(TuningConfig):
     eval: RowEval = RowEval()
     log: common.Log = common.Log()
 
+    @property
+    def demands(self) -> common.Demands:  # type: ignore[override]
+        return common.Demands(inputs=(("eval.judge", self.eval.judge),) if judge_is_input(self) else ())
+
     def problems(self) -> list[tuple[str, str]]:
         problems = tuning.problems(self.model)
+        if self.eval.judge and not (self.eval.prompts and self.eval.sample_tokens):
+            problems.append(("eval.judge", "none unless eval.prompts and eval.sample_tokens are above 0"))
         if self.data.longest > self.data.row:
             problems.append(("data.longest", f"at most data.row, {self.data.row}: examples are packed whole"))
         if self.lora.shard_base and (self.method == "full" or self.lora.template_tokens):
@@ -116,7 +133,9 @@ class SftConfig(TuningConfig):
 
     @common.remembered
     def phases(self) -> tuple[common.PhaseSize, ...]:
-        """`train`, then `merge`: five validation losses and the stored answers."""
+        """`train`, then `merge`: five validation losses and the stored answers. With a judge, then `judge`, whose work
+        is counted in tokens of the trained model.
+        """
         m, rows = self.model, self.batch.tokens // self.data.row
         train_tokens = self.epochs * self.data.examples * (1 - self.data.held_out) * example_tokens(self)
         count = tuning.steps(train_tokens, rows * self.data.row * fill(self))
@@ -160,7 +179,18 @@ class SftConfig(TuningConfig):
             decode_steps=self.eval.sample_tokens * -(-self.eval.prompts // answers_at_once(self)),
             **sizes,  # type: ignore[arg-type]
         )
-        return (train, merge)
+        if not self.eval.judge:
+            return (train, merge)
+        pairs = 2 * self.eval.prompts * (example_tokens(self) + _compared_tokens(self))
+        judge = common.PhaseSize(
+            name="judge",
+            steps=0,
+            forward_tokens=int(pairs * judge_parameters(self) / total),
+            gpu_s=BASE_BYTES * judge_parameters(self) / common.GB / JUDGE_LOAD_GB_S * judge_is_loaded(self),
+            workers=1,
+            **sizes,  # type: ignore[arg-type]
+        )
+        return (train, merge, judge)
 
     @common.remembered
     def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
@@ -168,7 +198,7 @@ class SftConfig(TuningConfig):
         gathered layers; and the adapters with fp32 state. If products are in fp32, the base's matrices are cast, and
         the casts stay in memory until the backward pass (with checkpointing, only those of one layer). With all
         weights: the fp32 state, sharded over the ranks, and the gathered weights in the compute dtype (two layers with
-        ZeRO-3, all layers with ZeRO-2).
+        ZeRO-3, all layers with ZeRO-2). A judge takes the place of the trained model, except of parts that are sharded.
         """
         m = self.model
         compute = 2 if self.precision.compute == "bf16" else 4
@@ -185,6 +215,11 @@ class SftConfig(TuningConfig):
                 m, compute, ranks, reshard=self.reshard_after_forward, checkpointing=rung.checkpointing
             )
             adapters = 0
+        if phase_index == 2:
+            beside = weights if self.method == "full" else base if self.lora.shard_base else 0.0
+            weights = beside + BASE_BYTES * judge_parameters(self) if judge_is_loaded(self) else base
+            activations = float(JUDGE_TOKEN_BYTES * (self.longest() + _compared_tokens(self)))
+            return common.in_gb(weights=weights, gradients=0.0, moments=0.0, activations=activations, logits=0.0)
         tokens = rung.micro * self.data.row if phase_index == 0 else self.data.row
         activations = tuning.activations(m, tokens, compute, rung, adapters=adapters)
         if phase_index == 1:
@@ -254,15 +289,17 @@ class SftConfig(TuningConfig):
         """
         total, own = tuning.parameters(self.model), trained(self)
         final = {"adapter": 2 * own, "merged": 4 * total} if self.method == "lora" else {"merged": 2 * total}
+        count = len(self.phases())
         token_bytes, texts = 6 if self.model.vocab > 1 << 16 else 4, 0.0 if self.measures.pretokenised else TEXT_BYTES
         return common.Sizes(
-            checkpoints=(12 * own,) * 2,
-            phase_ends=(4 * own,) * 2,
+            checkpoints=(12 * own,) * count,
+            phase_ends=(4 * own,) * count,
             exports={},
             final=final,
-            final_if_cut=(next(iter(final.values())),) * 2,
+            final_if_cut=(next(iter(final.values())),) * count,
             dataset=int(self.data.examples * example_tokens(self) * (token_bytes / fill(self) + texts)),
             base_weights=2 * total,  # bf16, the published dtype
+            inputs=int(BASE_BYTES * judge_parameters(self)) if judge_is_input(self) else 0,
         )
 
 
@@ -325,3 +362,22 @@ def fill(config: SftConfig) -> float:
 def answers_at_once(config: SftConfig) -> int:
     """How many prompts are answered in one batch, whose cache and first pass take less memory than a training step."""
     return min(ANSWERS_AT_ONCE, max(1, ANSWERED_TOKENS // (config.data.longest + config.eval.sample_tokens)))
+
+
+def judge_is_input(config: SftConfig) -> bool:
+    """Whether the judge is a model that a node downloads beside the base weights."""
+    return config.eval.judge not in ("", JUDGE_BASE)
+
+
+def judge_is_loaded(config: SftConfig) -> bool:
+    """Whether the judge is read from files after training. With an adapter, the base is there already."""
+    return judge_is_input(config) or config.method == "full"
+
+
+def judge_parameters(config: SftConfig) -> float:
+    return config.eval.judge_parameters if judge_is_input(config) else tuning.parameters(config.model)
+
+
+def _compared_tokens(config: SftConfig) -> int:
+    """The tokens that a judge reads beside the question: two answers, and the text that asks for a verdict."""
+    return 2 * config.eval.sample_tokens + JUDGE_TOKENS

@@ -21,17 +21,22 @@ from gpufleet.infra.bill import prediction
 from gpufleet.infra.bill import project as known
 from gpufleet.infra.bill.answer import headline
 from gpufleet.infra.bill.estimate import price
+from gpufleet.infra.bill.lines import weights_gb
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.cli import main
 from gpufleet.infra.definition.loader import load, rehearsal_text
+from gpufleet.infra.errors import DefinitionError
 from gpufleet.infra.evidence.observation import Observation
 from gpufleet.infra.inputs import prepare as inputs
+from gpufleet.infra.program.plan import make
+from gpufleet.infra.program.run_guard import Previous
 from gpufleet.job.contract.inputs import read_weights
 from gpufleet.job.experiments.dataset.prepare import read_manifest
 from gpufleet.job.experiments.dataset.rendering import TEMPLATES
 from gpufleet.job.experiments.kernel.pairs import byte_tokenizer
 from gpufleet.job.experiments.models import hf_config
 from gpufleet.job.experiments.models.config import DecoderConfig
+from gpufleet.job.experiments.tuning.spec import parameters
 from gpufleet.job.experiments.two_tower.folds import fold_of
 from tests.repository import ROOT
 
@@ -324,3 +329,66 @@ def test_a_tokenizer_that_is_not_the_base_weights_own_is_refused(
     assert main(["prepare", "sft-h100", "examples.jsonl", "--tokenizer", "small.json"]) == 2
     assert "the tokenizer of the base weights; leave out --tokenizer" in capsys.readouterr().err
     assert not (tuning / "data" / "sft").exists()
+
+
+@pytest.fixture
+def judged(tuning: Path) -> Path:
+    """The same project with a judge among its inputs, which is complete."""
+    file = tuning / "stacks" / "sft-h100.yaml"
+    text = file.read_text().replace("vocab: 32", "vocab: 512")
+    text = text.replace("    epochs: 3\n", "    epochs: 3\n    eval: {judge: open, judge_parameters: 17584}\n", 1)
+    file.write_text(text.replace("  root:\n", "  inputs: {open: data/judge}\n  root:\n", 1))
+    folder, tokenizer = published(tuning, vocab=512), byte_tokenizer(TEMPLATES["llama"]).files["tokenizer.json"]
+    (folder / "tokenizer.json").write_bytes(tokenizer)
+    shutil.copytree(folder, tuning / "data" / "judge")
+    return tuning
+
+
+def test_a_judge_is_hashed_as_an_input_and_listed_for_the_nodes(
+    judged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prepare", "sft-h100", "examples.jsonl"]) == 0
+    assert "open: 3 files" in capsys.readouterr().out
+    previous = Previous(outputs={})
+    plan = make(judged, "sft-h100", now=datetime.now(UTC), previous=previous, preview=True)
+    folders = json.loads(plan.run_config)["inputs"]["folders"]
+    assert [file["name"] for file in folders["open"]["files"]] == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert plan.verdict.run.dataset.split()[1:] == [plan.inputs["open"].sha256]  # another judge needs another run.id
+
+
+def test_a_judge_that_a_node_would_refuse_is_refused_before_anything_is_tokenised(
+    judged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, words in (("tokenizer.json", "cannot be read"), ("config.json", "missing or not JSON")):
+        (judged / "data" / "judge" / name).unlink()
+        assert main(["prepare", "sft-h100", "examples.jsonl"]) == 2
+        assert words in capsys.readouterr().err
+    assert not (judged / "data" / "sft").exists()
+
+
+def test_the_bill_stores_a_local_judge_and_has_its_phase(judged: Path) -> None:
+    definition = load(judged / "stacks" / "sft-h100.yaml", now=datetime.now(UTC))
+    assert weights_gb(definition) * 1e9 == pytest.approx(
+        2 * (parameters(DecoderConfig(**SMALL | {"vocab": 512})) + 17584)
+    )
+    assert [fit.phase for fit in price(definition, load_catalog()).fits] == ["train", "merge", "judge"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        (
+            "{open: data/judge, more: data/x}",
+            "storage.inputs.more: 'more' is not accepted; allowed: only what eval.judge",
+        ),
+        (
+            "{other: data/judge}",
+            "job.parameters.eval.judge: 'open' is not accepted; allowed: an input of storage.inputs",
+        ),
+    ],
+)
+def test_inputs_of_a_ready_made_job_are_those_that_its_parameters_name(inputs: str, words: str, judged: Path) -> None:
+    file = judged / "stacks" / "sft-h100.yaml"
+    file.write_text(file.read_text().replace("{open: data/judge}", inputs))
+    with pytest.raises(DefinitionError, match=re.escape(words)):
+        load(file, now=datetime.now(UTC))

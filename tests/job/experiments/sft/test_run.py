@@ -340,6 +340,7 @@ def test_two_ranks_train_as_one(method: str, spread: bool, tmp_path: Path) -> No
     """`spread`: one of two ranks that share the base, against one that has all of it."""
     # Without dropout: it is drawn for each micro-batch, and the last, smaller step is cut differently.
     changed: dict[str, Any] = {"method": method, "optim": {"lr": 1e-3}, "lora": {"dropout": 0.0}}
+    changed["eval"] = {"judge": "base"}
     one = sft.make(tmp_path / "one", **changed)
     two = sft.make(tmp_path / "two", **{**changed, "lora": {"dropout": 0.0, "shard_base": spread}})
     assert world.train(one) == 0
@@ -349,6 +350,11 @@ def test_two_ranks_train_as_one(method: str, spread: bool, tmp_path: Path) -> No
         assert val_b == (None if val_a is None else pytest.approx(val_a, rel=1e-5))
     for name, entry in sft.results(one)["losses"].items():
         assert sft.results(two)["losses"][name]["loss"] == pytest.approx(entry["loss"], rel=1e-3)
+    judged = zip(*(sft.results(folder)["answers"] for folder in (one, two)), strict=True)
+    same = [pair for pair in judged if pair[0]["answer"] == pair[1]["answer"]]
+    assert same  # two ranks round otherwise, which may change a word
+    for one_rank, two_ranks in same:
+        assert two_ranks["log_odds"] == pytest.approx(one_rank["log_odds"], abs=1e-4)
     ours, theirs = (load_file(folder / "final" / hf.WEIGHTS) for folder in (one, two))
     assert {t.dtype for t in ours.values()} == {torch.bfloat16}
     for name, tensor in ours.items():
