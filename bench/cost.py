@@ -125,8 +125,9 @@ def main() -> None:
     for stack in STACKS:
         what, taken = _compared(stack, now)
         sys.stdout.write(taken.row(what, "3 s"))
-        whole = cold("-m", "gpufleet.infra.cli", "compare", stack, times=5)
-        sys.stdout.write(whole.row(f"`gpufleet compare {stack}` cold", "3 s"))
+        for words in (f"compare {stack}", f"compare {stack} --all"):
+            whole = cold("-m", "gpufleet.infra.cli", *words.split(), times=5)
+            sys.stdout.write(whole.row(f"`gpufleet {words}` cold", "3 s"))
 
 
 def _priced(stack: str, now: datetime) -> Taken:

@@ -22,7 +22,6 @@ from gpufleet.infra.bill.table import render
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.commands import stack
 from gpufleet.infra.compare.cheaper import bill_and_cheaper
-from gpufleet.infra.definition import campaign as campaigns
 from gpufleet.infra.definition.loader import names_of, project_root
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.scenarios import scenario
@@ -60,8 +59,12 @@ def run(args: argparse.Namespace) -> int:
     """
     root = project_root(Path.cwd())
     now = datetime.now(UTC)
-    if campaigns.path_of(args.stack, root) and args.stack not in names_of(root):
-        return _campaign(args, root, now)
+    if args.stack not in names_of(root):
+        # imported here, because most bills are for a stack
+        from gpufleet.infra.definition import campaign as campaigns
+
+        if campaigns.path_of(args.stack, root):
+            return _campaign(args, root, now)
     if args.others or args.times is not None:
         return _several(args, root, now)
     if args.scenario is not None:
@@ -160,6 +163,7 @@ def _campaign(args: argparse.Namespace, root: Path, now: datetime) -> int:
     """Prints the bill of a campaign."""
     from gpufleet.infra.bill.campaign import PricedTrial, price
     from gpufleet.infra.bill.project import bill_of
+    from gpufleet.infra.definition import campaign as campaigns
     from gpufleet.infra.evidence.observations import observations
     from gpufleet.infra.risk.hazard import learn
 

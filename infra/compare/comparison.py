@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 
 from gpufleet.infra.bill.project import bill_basis
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.compare import ranking
 from gpufleet.infra.compare.rows import Row, Study
-from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.loader import load_all
 from gpufleet.infra.definition.model import StackDefinition, deadline_text
-from gpufleet.infra.definition.scenarios import chosen, scenarios
+from gpufleet.infra.definition.scenarios import chosen
 from gpufleet.infra.errors import GpufleetError
 from gpufleet.infra.evidence.observations import observations
 from gpufleet.infra.review import policy
@@ -20,33 +21,75 @@ from gpufleet.infra.risk import deadline
 from gpufleet.infra.risk.hazard import learn
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The scenarios of a file, and every option for their work."""
+    """The scenarios of a file, and every option for their work. What needs simulated runs is computed when an output
+    first needs it, because an answer shows the options for one scenario's work alone.
+    """
 
     definition: StackDefinition  # the file, or the chosen scenario; all options are compared in its region
     scenario: str  # the name of the chosen scenario; if none was chosen, of the scenario that equals the file
-    listed: list[Row]  # the file's scenarios, in order
-    rows: list[Row]  # the ranked options
-    frontier: list[Row]  # the best options
-    study: Study  # the data for rows that are simulated only if they are shown
-    # if there is a deadline: the plan that uses spot first and on demand later, and its type
-    policy: tuple[deadline.DeadlinePlan, str] | None
+    compared: tuple[StackDefinition, ...]  # the scenarios for whose work there are options; empty for the file itself
+    study: Study
+    file: StackDefinition
+    variants: tuple[StackDefinition, ...]  # all scenarios of the file, or its stages
+
+    @cached_property
+    def listed(self) -> list[Row]:
+        """The file's scenarios, in order."""
+        return ranking.scenarios(self.file, self.variants, self.study)
+
+    def variant(self, name: str) -> StackDefinition:
+        """The scenario of this name, or the file if it has none."""
+        return next((work for work in self.variants if work.scenario == name), self.file)
+
+    def as_listed(self, work: StackDefinition) -> Row:
+        """The row of `listed` for one scenario, or for the file if it has none."""
+        return ranking.scenarios(self.file, [work], self.study)[0]
+
+    @cached_property
+    def works(self) -> list[str]:
+        """Every distinct piece of work, by the names of its scenarios."""
+        return [names for _, names in ranking.works(self.definition, self.compared)]
+
+    @cached_property
+    def own_rows(self) -> list[Row]:
+        """The ranked options for the chosen scenario's work, which an answer and a picture show."""
+        return self._ranked([names for names in self.works if self.scenario in names.split(", ")])
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The ranked options for every work."""
+        others = self._ranked([names for names in self.works if self.scenario not in names.split(", ")])
+        return ranking.in_order(sorted([*self.own_rows, *others], key=lambda row: self.works.index(row.scenario)))
+
+    def _ranked(self, works: list[str]) -> list[Row]:
+        rows = ranking.every_option(self.definition, self.compared, self.study, only=works)
+        return ranking.refined(rows, works=len(self.works), hours_left=self.study.hours_left)
+
+    @property
+    def frontier(self) -> list[Row]:
+        """Of each work, the options that no other option beats in both mean dollars and hours."""
+        return ranking.frontier(self.rows)
+
+    @property
+    def own_frontier(self) -> list[Row]:
+        """The part of `frontier` that is for the chosen scenario's work."""
+        return ranking.frontier(self.own_rows)
+
+    @property
+    def policy(self) -> tuple[deadline.DeadlinePlan, str] | None:
+        """If there is a deadline: the plan that uses spot first and on demand later, and its type."""
+        return ranking.deadline_policy(self.own_rows, self.scenario, self.study.hours_left)
 
     @property
     def runnable(self) -> bool:
         """Whether any option can be run in time."""
-        return any(row.ranked and row.late <= ranking.SURE for row in self.rows)
 
-    @property
-    def own_rows(self) -> list[Row]:
-        """The options for the chosen scenario's work, which the picture shows."""
-        return [row for row in self.rows if self.scenario in row.scenario.split(", ")]
+        def is_any(rows: list[Row]) -> bool:
+            return any(row.ranked and row.late <= ranking.SURE for row in rows)
 
-    @property
-    def own_frontier(self) -> list[Row]:
-        """The options that no other option beats in both mean dollars and hours."""
-        return ranking.frontier(self.own_rows)
+        return is_any(self.own_rows) or is_any(self.rows)
 
     @property
     def regions(self) -> list[Row]:
@@ -75,10 +118,11 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
     """
     catalog = load_catalog(root, day=now.date())
     rules = policy.find_policy(root)
-    definition = policy.held_to(load(path, now=now, past_deadline=True, staged=True), rules)
+    loaded, of_scenarios = load_all(path, now=now, past_deadline=True, staged=True)
+    definition = policy.held_to(loaded, rules)
     # the work of each stage is ranked separately, like the work of a scenario
     stages = tuple(replace(stage, scenario=stage.stage) for stage in definition.stages)
-    variants = tuple(policy.held_to(variant, rules) for variant in stages or scenarios(path, now=now))
+    variants = tuple(policy.held_to(variant, rules) for variant in stages or of_scenarios)
     asked = chosen(path, variants, scenario)
     whose = asked[0] if scenario else definition
     study = Study(
@@ -88,16 +132,13 @@ def compare_file(path: Path, root: Path, *, now: datetime, scenario: str | None,
         today=now.date(),
         find_basis=lambda work, types: bill_basis(work, root, catalog, types),
     )
-    rows = ranking.refined(ranking.every_option(whose, asked, study), hours_left=study.hours_left)
-    name = scenario or ranking.default_scenario(definition, variants)
     return Comparison(
         definition=whose,
-        scenario=name,
-        listed=ranking.scenarios(definition, variants, study),
-        rows=rows,
-        frontier=ranking.frontier(rows),
+        scenario=scenario or ranking.default_scenario(definition, variants),
+        compared=asked,
         study=study,
-        policy=ranking.deadline_policy(rows, name, study.hours_left),
+        file=definition,
+        variants=variants,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from operator import attrgetter
@@ -80,16 +80,19 @@ def every_option(
     runs: int = RUNS_EACH,
     below: Decimal | None = None,
     likely: bool = True,
+    only: Collection[str] | None = None,
 ) -> list[Row]:
     """A row for every (work, type, capacity), and for the work's own types also on several nodes. The best row comes
     first; rows that cannot run come last, with the reason. `below`: if given, only rows whose mean may be below this
     many USD are returned, and they are not in order. `likely`: whether to use the price that a fleet may expect,
-    instead of that of its most expensive zone.
+    instead of that of its most expensive zone. `only`: names of works; other work gets no rows.
     """
     catalog = study.catalog
     drafts: list[Row] = []
     fleets: dict[str, Fleet] = {}
-    for work, name in _works(definition, variants):
+    for work, name in works(definition, variants):
+        if only is not None and name not in only:
+            continue
         region = work.fleet.region
         listed = tuple(types or catalog.types_for(work.job.parameters.gpus_needed()))
         if below is not None:
@@ -118,7 +121,7 @@ def every_option(
     if below is not None:
         return rows
     theirs = {name: _own(rows, name, fleet) for name, fleet in fleets.items()}
-    return _in_order([replace(row, cheaper=chance_below(row.side, theirs[row.scenario])) for row in rows])
+    return in_order([replace(row, cheaper=chance_below(row.side, theirs[row.scenario])) for row in rows])
 
 
 def _is_sold(type_: str, region: str, catalog: Catalog) -> bool:
@@ -258,13 +261,13 @@ def _own(rows: Sequence[Row], name: str, fleet: Fleet) -> Side | None:
     return max(sides, key=lambda side: side.total, default=None)
 
 
-def refined(rows: Sequence[Row], *, hours_left: float | None = None) -> list[Row]:
+def refined(rows: Sequence[Row], *, works: int = 0, hours_left: float | None = None) -> list[Row]:
     """The rows in order and with reasons. The first rows of each work are simulated with more runs, so that their noise
-    is small.
+    is small. `works`: the number of works of the comparison, if `rows` has only a part of it.
     """
     seen = Counter[str]()
     shown: dict[int, list[Row]] = {simulation.RUNS: [], RUNS_SHOWN: []}
-    most = max(REFINED_EACH, REFINED // max(1, len({row.scenario for row in rows})))
+    most = max(REFINED_EACH, REFINED // max(1, works or len({row.scenario for row in rows})))
     for row in rows:
         seen[row.scenario] += 1
         if seen[row.scenario] <= most and row.ranked and row.side is not None and row.side.runs > 1:
@@ -288,7 +291,7 @@ def frontier(rows: Sequence[Row]) -> list[Row]:
     return [row for own in best.values() for row in own]
 
 
-def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> list[tuple[StackDefinition, str]]:
+def works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> list[tuple[StackDefinition, str]]:
     """One scenario for each (parameters, estimate, hold, storage, nodes, zone ids), with the names of all scenarios
     that share these, and with the widest of their limits.
     """
@@ -306,20 +309,20 @@ def _works(definition: StackDefinition, variants: Sequence[StackDefinition]) -> 
     return [
         (
             replace(
-                works[0],
-                fleet=works[0].fleet
-                if works[0].fleet.region == definition.fleet.region
-                else replace(works[0].fleet, region=definition.fleet.region, zones=definition.fleet.zones),
+                alike[0],
+                fleet=alike[0].fleet
+                if alike[0].fleet.region == definition.fleet.region
+                else replace(alike[0].fleet, region=definition.fleet.region, zones=definition.fleet.zones),
                 limits=replace(
-                    works[0].limits,
-                    max_usd=max(work.limits.max_usd for work in works),
-                    max_hours=max(work.limits.max_hours for work in works),
-                    usd_per_hour=_highest(work.limits.usd_per_hour for work in works),
+                    alike[0].limits,
+                    max_usd=max(work.limits.max_usd for work in alike),
+                    max_hours=max(work.limits.max_hours for work in alike),
+                    usd_per_hour=_highest(work.limits.usd_per_hour for work in alike),
                 ),
             ),
-            ", ".join(work.scenario or definition.name for work in works),
+            ", ".join(work.scenario or definition.name for work in alike),
         )
-        for works in groups.values()
+        for alike in groups.values()
     ]
 
 
@@ -348,7 +351,7 @@ def _by_the_hour(basis: BillBasis) -> BillBasis:
     return basis.with_definition(replace(work, fleet=work.fleet.bought_as(work.fleet.market.by_the_hour)))
 
 
-def _in_order(rows: Iterable[Row]) -> list[Row]:
+def in_order(rows: Iterable[Row]) -> list[Row]:
     """Rows in time come first, by mean dollars; then late rows; then rows that cannot run."""
 
     def order(row: Row) -> tuple[int, Decimal, str]:
@@ -360,7 +363,7 @@ def _in_order(rows: Iterable[Row]) -> list[Row]:
 
 def with_reasons(rows: Iterable[Row], hours_left: float | None) -> list[Row]:
     """The rows in order, each with its reason, which compares it with the first row of the same work."""
-    ordered = _in_order(rows)
+    ordered = in_order(rows)
     first: dict[str, Row] = {}
     for row in ordered:
         if row.ranked and row.late <= SURE:

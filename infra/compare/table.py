@@ -120,7 +120,8 @@ def answer(comparison: Comparison, command: str, today: date) -> Iterator[str]:
                 f"To take {best.type}, write fleet.instance_types: [{best.type}] and fleet.capacity: {best.capacity}"
                 f" into {definition.source.name}, then run `gpufleet doctor {definition.argument} --pin`."
             )
-    yield from ages(comparison.rows, today, definition.estimate.max_price_age_days)
+    shown = comparison.rows if definition.stages else comparison.own_rows
+    yield from ages(shown, today, definition.estimate.max_price_age_days)
     yield from policy(comparison)
     more = len(able) - SHOWN
     others = f"{more} more can be run. " if more > 0 and not definition.stages else ""
@@ -155,9 +156,10 @@ def _stages(comparison: Comparison, command: str) -> Iterator[str]:
 def _best(comparison: Comparison, name: str, able: Sequence[Row]) -> tuple[Row, list[Row]]:
     """Returns two values: the best option for this work, and the rows of the file's own fleet that have costs."""
     fitting = [row for row in able if not row.over_limit and row.late <= SURE]
-    own = [row for row in comparison.listed if row.scenario == name]
-    same = [row for row in able for mine in own if (row.place, row.capacity) == (mine.place, mine.capacity)]
-    return (fitting or able)[0], [row for row in same or own if row.usd is not None]
+    work = comparison.variant(name)
+    own = work.fleet.instance_types[0], work.nodes, work.fleet.capacity
+    same = [row for row in able if (row.type, row.nodes, row.capacity) == own]
+    return (fitting or able)[0], same or [row for row in (comparison.as_listed(work),) if row.usd is not None]
 
 
 def _figures(row: Row) -> str:

@@ -48,6 +48,21 @@ def load(
     types and regions; None stands for the catalog of this project. Raises DefinitionError with every problem of the
     file.
     """
+    return load_all(path, now=now, rehearsal=rehearsal, past_deadline=past_deadline, catalog=catalog, staged=staged)[0]
+
+
+def load_all(
+    path: Path,
+    *,
+    now: datetime,
+    rehearsal: bool = False,
+    past_deadline: bool = False,
+    catalog: Catalog | None = None,
+    staged: bool = False,
+) -> tuple[StackDefinition, tuple[StackDefinition, ...]]:
+    """The result of `load`, and the definition of every scenario, in order. A scenario need not be launchable: its
+    types need only be known.
+    """
     if now.tzinfo is None:
         raise ValueError("`now` must have a time zone")
     text, tree = open_file(path)
@@ -64,14 +79,15 @@ def load(
     if (laid := layers.rehearsed(tree)) is not tree:
         merged, wrong = layers.definition(laid, path, text, now, past_deadline, catalog=catalog, plain=sound)
         problems += of_form("rehearsal", wrong)
-    problems += layers.variants(tree, path, text, now, catalog, sound)[1]
+    variants, wrong = layers.variants(tree, path, text, now, catalog, sound)
+    problems += wrong
     if problems:
         raise DefinitionError(str(path), in_order(problems))
     chosen = merged if rehearsal else plain
     if chosen.stages and not staged:
         named = ", ".join(stage.run.id for stage in chosen.stages)
         raise GpufleetError(f"{path} has stages, but this takes a single job. Commands with --run take one of {named}")
-    return chosen
+    return chosen, tuple(variants)
 
 
 def tagged(definition: StackDefinition, tags: abc.Mapping[str, str]) -> StackDefinition:

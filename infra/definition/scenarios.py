@@ -7,8 +7,8 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from gpufleet.infra.definition.layers import apply_overlay, definition, variants
-from gpufleet.infra.definition.loader import load
+from gpufleet.infra.definition.layers import apply_overlay, definition
+from gpufleet.infra.definition.loader import load_all
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.definition.schema import nearest
 from gpufleet.infra.definition.yaml_tree import Mapping, open_file
@@ -16,12 +16,8 @@ from gpufleet.infra.errors import DefinitionError, GpufleetError, in_order, of_f
 
 
 def scenarios(path: Path, *, now: datetime) -> tuple[StackDefinition, ...]:
-    """The definition of every scenario, in order. A scenario need not be launchable: its types need only be known.
-    Raises DefinitionError with every problem of the file.
-    """
-    load(path, now=now, past_deadline=True)
-    text, tree = open_file(path)
-    return tuple(variants(tree, path, text, now)[0])
+    """The definition of every scenario, in order. Raises DefinitionError with every problem of the file."""
+    return load_all(path, now=now, past_deadline=True)[1]
 
 
 def scenario(

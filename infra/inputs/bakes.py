@@ -14,7 +14,6 @@ from typing import TypeVar
 
 from gpufleet.infra.definition.model import StackDefinition
 from gpufleet.infra.errors import GpufleetError
-from gpufleet.infra.inputs import folders
 from gpufleet.job import atomic
 from gpufleet.job.contract import reading
 from gpufleet.job.contract.reading import DoubtError, Fields
@@ -131,6 +130,8 @@ def _data_not_ready(definition: StackDefinition, root: Path) -> Iterator[str]:
     data = read_data(definition, root)
     if data is None:
         return
+    from gpufleet.infra.inputs import folders  # imported here, because most definitions read no snapshot
+
     # None if the place is not on this machine; then only the snapshot has the data
     now = folders.content(data.place, root)
     if now is not None and now.sha256 != data.sha256:

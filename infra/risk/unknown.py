@@ -141,6 +141,5 @@ class Draws:
 @cache
 def _quantiles(count: int) -> Floats:
     """`count` equally likely values of a standard normal, in order."""
-    inverse = NormalDist().inv_cdf
-    lower = [inverse((at + 0.5) / count) for at in range(count // 2)]
-    return np.array([*lower, *[0.0] * (count % 2), *(-value for value in reversed(lower))])
+    lower = np.array([*map(NormalDist().inv_cdf, ((np.arange(count // 2) + 0.5) / count).tolist())])
+    return np.concatenate([lower, np.zeros(count % 2), -lower[::-1]])

@@ -120,7 +120,10 @@ def test_a_wrong_definition_is_reported_in_full(tmp_path: Path, capsys: pytest.C
             "import gpufleet.infra.compare.ranking, gpufleet.infra.risk.replay, gpufleet.infra.bill.table",
             {"http.client", "matplotlib"},
         ),
-        ("assert gpufleet.infra.cli.main(['cost', 'tinystories-growth']) == 0", {"http.client", "matplotlib"}),
+        (
+            "assert gpufleet.infra.cli.main(['cost', 'tinystories-growth']) == 0",
+            {"http.client", "matplotlib", "gpufleet.infra.definition.campaign", "gpufleet.infra.inputs.folders"},
+        ),
         ("assert gpufleet.infra.cli.main(['prices']) == 0", {"numpy"}),
         ("import gpufleet.infra.commands.diff", set()),
     ],
@@ -130,6 +133,14 @@ def test_what_needs_neither_aws_nor_the_engine_nor_torch_loads_none_of_them(prog
     program = f"import sys, gpufleet.infra.cli; {program}; print('loaded', *{heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.splitlines()[-1] == "loaded"
+
+
+def test_the_interpreter_visits_no_object_again_when_it_ends() -> None:
+    # the function that is registered first is called last
+    program = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count()));"
+    program += "import gpufleet.infra.cli; gpufleet.infra.cli.main(['completion', 'bash'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert int(done.stdout.splitlines()[-1]) > 10_000
 
 
 def test_no_credentials_end_in_a_sentence(

@@ -20,6 +20,7 @@ from gpufleet.infra.cli import main
 from gpufleet.infra.commands import compare as compare_command
 from gpufleet.infra.compare import ranking
 from gpufleet.infra.compare import table as compare_table
+from gpufleet.infra.compare.rows import Row
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.scenarios import scenarios
 from tests.repository import ROOT
@@ -154,6 +155,18 @@ def test_the_first_line_names_what_costs_least_and_ten_rows_follow_and_what_to_d
     assert ["over limit" in row for row in rows] == [row["over_limit"] for row in found[: compare_table.SHOWN]]
     assert lines[-1].endswith("Every option, scenario and region: `gpufleet compare sft-h100 --all`")
     assert len(lines) <= 20
+
+
+def test_an_answer_rates_the_options_for_one_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rated, every_option = list[Row](), ranking.every_option
+
+    def noted(*args: Any, **keys: Any) -> list[Row]:
+        rated.extend(found := every_option(*args, **keys))
+        return found
+
+    monkeypatch.setattr(ranking, "every_option", noted)
+    output.__wrapped__("compare", "sft-h100")
+    assert {row.scenario for row in rated} == {"h100-optimized"}
 
 
 def test_what_the_file_has_already_is_nothing_to_do(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -454,11 +454,11 @@ def test_a_dearer_option_is_on_the_frontier_only_where_it_is_faster_by_more_than
 def test_a_work_is_in_the_stacks_own_region_and_another_where_it_is_held() -> None:
     definition, variants = stack("sft-h100")
     moved = [replace(each, fleet=replace(each.fleet, region=W2)) for each in variants]
-    works = ranking._works(definition, moved)
+    works = ranking.works(definition, moved)
     assert {work.fleet.region for work, _ in works} == {definition.fleet.region}
     assert any("fsdp-2xh100" in names for _, names in works)  # hours of two nodes
     definition, variants = stack("kernel-sft")
-    held = [names for _, names in ranking._works(definition, variants)]
+    held = [names for _, names in ranking.works(definition, variants)]
     assert any("conservative" in names and "ours" not in names.split(", ") for names in held)
 
 
@@ -479,7 +479,7 @@ def test_a_work_of_another_region_is_compared_in_the_stack_s_zones() -> None:
     definition, variants = stack("pretrain-d64")
     here = replace(definition, fleet=replace(definition.fleet, zones=("use2-az1",)))
     away = [replace(each, fleet=replace(each.fleet, region=W2, zones=("usw2-az4",))) for each in variants]
-    assert {work.fleet.zones for work, _ in ranking._works(here, away)} == {("use2-az1",)}
+    assert {work.fleet.zones for work, _ in ranking.works(here, away)} == {("use2-az1",)}
 
 
 def test_a_scenario_that_keeps_its_bucket_longer_is_not_ranked_at_the_dollars_of_one_that_does_not() -> None:
@@ -487,8 +487,8 @@ def test_a_scenario_that_keeps_its_bucket_longer_is_not_ranked_at_the_dollars_of
     own = next(each for each in variants if each.scenario == "o")
     keep = replace(own.storage.keep, days=300)
     long = replace(own, scenario="long", storage=replace(own.storage, keep=keep))
-    assert [names for _, names in ranking._works(definition, (own, long))] == ["o", "long"]
-    assert [names for _, names in ranking._works(definition, (own, replace(own, scenario="again")))] == ["o, again"]
+    assert [names for _, names in ranking.works(definition, (own, long))] == ["o", "long"]
+    assert [names for _, names in ranking.works(definition, (own, replace(own, scenario="again")))] == ["o, again"]
 
 
 def test_refining_keeps_the_order_by_mean_dollars() -> None:
