@@ -99,7 +99,7 @@ EPILOG = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     gc.set_threshold(50_000)  # with Python's 700, garbage collection takes a twentieth of a command's start
-    atexit.register(gc.freeze)  # else the interpreter's last collections visit every object: a twelfth of a bill's time
+    atexit.register(gc.freeze)  # otherwise the last collections visit every object: a twelfth of a bill's time
     words = list(sys.argv[1:] if argv is None else argv)
     if "_ARGCOMPLETE" in os.environ:  # the user's shell asks for completions
         from gpufleet.infra.commands.completion import answer
