@@ -69,7 +69,7 @@ class Comparison:
 
     @property
     def frontier(self) -> list[Row]:
-        """Of each work, the options that no other option beats in both mean dollars and hours."""
+        """The options of each work that no other option beats in both mean dollars and hours."""
         return ranking.frontier(self.rows)
 
     @property
