@@ -5,7 +5,7 @@ only files that a user gets too: the results folder, the receipt, the timeline.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -93,6 +93,7 @@ class Resumption:
     started_s: float | None  # seconds from the next node's launch to its first step
     signalled: bool  # whether a signal was sent to the user's command
     reason: str  # why the restored checkpoint was made; empty if there is none
+    is_between: bool = False  # whether the node was lost between two stages that stay on one node
     observed: Observed = field(default_factory=Observed)  # the next node's observations of a command
     doubt: str = ""  # why the last checkpoint of the interrupted node is not valid; empty if it is valid
 
@@ -121,6 +122,10 @@ class Evidence:
         self.rehearsal = rehearsal
         self.folder = folder
         self.receipt = Receipt.from_json(_document(folder / RECEIPT))
+        # the receipt of the stage from which this one takes the node
+        self.before = None
+        if rehearsal.definition.fleet_of:
+            self.before = Receipt.from_json(_document(folder.parent / rehearsal.definition.before[-1] / RECEIPT))
         self.done = Done.from_json(_document(folder / bucket.DONE))
         if rehearsal.until != "limit":
             _document(folder / RESULTS)  # raises if the file is missing
@@ -159,11 +164,13 @@ class Evidence:
         for before, after in pairwise(watch.views.values()):
             if before.interrupted is None:
                 continue
-            lost, taken = (by_instance[view.node.instance.id] for view in (before, after))
+            # a node that is lost between two stages may have no record in the second
+            lost, taken = by_instance.get(before.node.instance.id), by_instance[after.node.instance.id]
             resumptions.append(
                 Resumption(
                     kind=before.interrupted.kind,
-                    last_step=max(lost.last_step, before.last_step),
+                    is_between=before.interrupted.place == "hand_over",
+                    last_step=max(lost.last_step if lost else 0, before.last_step),
                     resumed_step=taken.resumed_step,
                     started_s=None if taken.started_s is None else float(taken.started_s),
                     signalled=bool(before.signalled),
@@ -205,15 +212,25 @@ def checks(evidence: Evidence) -> Iterator[Promise]:
     yield _steps(evidence, last)
     planned = definition.interruptions
     counted = (evidence.receipt.with_notice, evidence.receipt.without_notice)
+    recorded = {attempt.instance for attempt in evidence.receipt.attempts}
+    # a node that is lost between two stages may have no record in the second
+    unrecorded = sum(1 for view in views if _is_between(view) and view.node.instance.id not in recorded)
     yield Promise(
         name="interruptions in the receipt",
         figure=f"{counted[0]} with notice, {counted[1]} without",
-        held=counted == (planned.with_notice, planned.without_notice),
+        held=counted == (planned.with_notice, planned.without_notice - unrecorded),
     )
     lost = planned.with_notice + planned.without_notice
     nodes = lost + definition.nodes
-    yield Promise(name="nodes", figure=f"{len(views)} launched", held=len(views) == nodes)
-    noticed = [moment for moment in rehearsal.timeline.select("seen") if moment.facts["node"] in rehearsal.watch.views]
+    if evidence.before is not None:
+        yield _stays(evidence, evidence.before, views[0])
+    launched = f"{len(views) - 1} launched, and the one before" if definition.fleet_of else f"{len(views)} launched"
+    yield Promise(name="nodes", figure=launched, held=len(views) == nodes)
+    noticed = [
+        moment
+        for moment in rehearsal.timeline.select("seen")
+        if (noticed_view := rehearsal.watch.views.get(moment.facts["node"])) and noticed_view.interrupted
+    ]
     for moment in noticed:
         seconds = float(moment.facts["seconds"])
         yield Promise(
@@ -236,14 +253,39 @@ def checks(evidence: Evidence) -> Iterator[Promise]:
         figure = f"{len(lines)} results, {len(lines) - len(kinds)} of them twice"
         yield Promise(name=f"nothing of {name} done twice", figure=figure, held=len(lines) == len(kinds))
     logged = _logged(rehearsal)
-    silent = [view.name for view in views if f"{definition.run.id}/{view.node.instance.id}" not in logged]
+    begun = having_begun(views)
+    silent = [view.name for view in begun if f"{definition.run.id}/{view.node.instance.id}" not in logged]
     if definition.notify.email:
         yield _messages(rehearsal)
     if definition.fleet.market.stands_by and lost:
         yield _fallback(evidence)
     yield Promise(
-        name="container logs in CloudWatch", figure=f"{len(views) - len(silent)} of {len(views)} nodes", held=not silent
+        name="container logs in CloudWatch", figure=f"{len(begun) - len(silent)} of {len(begun)} nodes", held=not silent
     )
+
+
+def having_begun(views: Iterable[NodeView]) -> list[NodeView]:
+    """The nodes except one that was lost before it began this stage."""
+    return [view for view in views if not _is_between(view)]
+
+
+def _is_between(view: NodeView) -> bool:
+    return view.interrupted is not None and view.interrupted.place == "hand_over"
+
+
+def _stays(evidence: Evidence, before: Receipt, first: NodeView) -> Promise:
+    """The promise that a stage begins on the node of the stage before. If that node was lost between the two, the
+    promise that the next node begins this stage, and does nothing of the stage before again.
+    """
+    stage, own = evidence.rehearsal.definition.before[-1], [attempt.instance for attempt in evidence.receipt.attempts]
+    theirs = [attempt.instance for attempt in before.attempts]
+    if not _is_between(first):
+        held = own[:1] == theirs[-1:] == [first.node.instance.id]
+        return Promise(name=f"stays on the node of {stage}", figure=first.name, held=held)
+    new = set(own) - {first.node.instance.id}
+    again = bool(new & set(theirs))
+    figure = f"{first.name} was lost; the next one {'repeated' if again else 'did not repeat'} {stage}"
+    return Promise(name=f"lost after {stage}", figure=figure, held=bool(new) and not again)
 
 
 def _fallback(evidence: Evidence) -> Promise:
@@ -274,6 +316,8 @@ def _resumed(evidence: Evidence, resumption: Resumption) -> Iterator[Promise]:
     restored checkpoint.
     """
     rehearsal, config = evidence.rehearsal, evidence.rehearsal.definition.job.parameters
+    if resumption.is_between:  # `_stays` has its promise
+        return
     ends = {last for _, _, last in evidence.spans()}
     # A phase that ended early is resumed after what would have been its last step; a command's lines may count from 0.
     last = resumption.last_step + (config.processes == "own")

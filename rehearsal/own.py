@@ -26,7 +26,7 @@ from gpufleet.job.kind import JobConfig
 from gpufleet.job.kind.command import CommandConfig
 from gpufleet.job.kind.job import secrets_needed
 from gpufleet.job.text import counted
-from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal, Resumption
+from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal, Resumption, having_begun
 
 LEAST_GB = 0.0001  # the smallest allowed value of job.checkpoint.size_gb
 FEW = 5  # at most this many files are named in a message
@@ -184,7 +184,7 @@ def checks(evidence: Evidence, before: Listing) -> Iterator[Promise]:
     if config.processes != "own":
         return
     assert rehearsal.watch is not None
-    views = list(rehearsal.watch.views.values())
+    views = having_begun(rehearsal.watch.views.values())
     count = sum(view.observed.told for view in views)
     yield Promise(name=f"lines with its {_unit(config)}", figure=f"from {count} of {len(views)} nodes", held=True)
     if definition.fleet.is_gang and not rehearsal.stand_in:

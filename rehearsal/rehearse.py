@@ -100,8 +100,6 @@ def rehearse(
     now = datetime.now(UTC)
     definition = _loaded(path, now)
     is_own = all(map(_is_own, definition.parts))
-    if definition.parts[0].shared:
-        raise GpufleetError(f"{definition.name} has stages on one node, and a rehearsal takes the file of one of them")
     # otherwise a node would report it later
     missing = [name for name in TRAINS_WITH if find_spec(name) is None and not is_own]
     if missing:
@@ -290,9 +288,14 @@ def run_steps(rehearsal: Rehearsal, out: Callable[[str], None], way: Callable[[s
     with step(rehearsal, "up"):
         created = _ok(rehearsal.engine.up())
         timeline.add("up", f"up: {_changes(created)}")
+    watch: Watch | None = None
     for part in parts:
         with step(rehearsal, f"stage {part.definition.stage}" if part.definition.stage else "the run"):
-            _follow(part)
+            watch = _follow(part, watch)
+    if not all(_is_own(part.definition) for part in parts):  # measured while no node boots
+        torch_s = import_torch_s()
+        for part in parts:
+            part.torch_s = 0.0 if _is_own(part.definition) else torch_s
     with step(rehearsal, "results"):
         command(rehearsal, "results", name, "--to", str(rehearsal.folder / "results"))
         timeline.add("results", "results downloaded")
@@ -433,13 +436,15 @@ def _answer(rehearsal: Rehearsal, process: subprocess.Popen[str], words: Sequenc
     return out
 
 
-def _follow(rehearsal: Rehearsal) -> None:
-    """Watches the run to its end, with `gpufleet wait` in the background, as a user would."""
+def _follow(rehearsal: Rehearsal, before: Watch | None = None) -> Watch:
+    """Watches the run to its end, with `gpufleet wait` in the background, as a user would. `before`: the watch of the
+    stage before.
+    """
     outputs = rehearsal.engine.outputs()
     definition = rehearsal.definition
     counted = as_prepared(definition, rehearsal.project).job.parameters
     steps = [phase.steps for phase in counted.phases()]
-    planned = plan(definition.interruptions, steps)
+    planned = plan(definition.interruptions, steps, stays=bool(definition.fleet_of))
     rehearsal.watch = watch = Watch(
         rehearsal.cloud,
         rehearsal.runner,
@@ -447,6 +452,9 @@ def _follow(rehearsal: Rehearsal) -> None:
         planned,
         str(outputs["bucket"]),
         definition.run.id,
+        fleet_run=definition.fleet_run,
+        before=before if definition.fleet_of else None,
+        hands_over=bool(definition.shared and definition.next_stage),
         stage_lines=definition.interruptions.stage_results,
         falls_back=bool(definition.fleet.market.stands_by),
         saves=counted.saves,
@@ -463,10 +471,9 @@ def _follow(rehearsal: Rehearsal) -> None:
                 _answer(rehearsal, waiting, words)
 
         watch.run(check=check)
-    if definition.job.parameters.processes != "own":  # runs while no node boots
-        rehearsal.torch_s = import_torch_s()
     if (failure := pace.ended(rehearsal, watch)) is not None:
         raise failure
+    return watch
 
 
 def import_torch_s() -> float:

@@ -20,7 +20,7 @@ from gpufleet.rehearsal.evidence import Evidence, Promise, Rehearsal
 from gpufleet.rehearsal.timeline import clock
 
 BAR_S = 300.0  # seconds that a whole rehearsal may take on two idle cores, as this project demands
-TOLD = ("up", "launched", "training", "notice", "seen", "loss", "ended", "results", "destroy")
+TOLD = ("up", "launched", "stays", "training", "notice", "seen", "loss", "ended", "results", "destroy")
 
 
 def write(
@@ -93,7 +93,7 @@ def summary(
         "failed": [check.name for check in checks if check.is_broken],
         "slow": [check.name for check in checks if not check.held and not check.required],
         "steps": sum(count for part in parts for count in part.steps_done().values()),
-        "nodes": sum(len(part.rehearsal.watch.views) for part in parts if part.rehearsal.watch),
+        "nodes": len({name for part in parts if part.rehearsal.watch for name in part.rehearsal.watch.views}),
         "interruptions": [f"{r.kind} at {r.last_step}" for r in resumptions],
         "lost_on_notice": sum(r.lost for r in resumptions if r.kind == "notice"),
         "repeated_after_loss": sum(r.lost for r in resumptions if r.kind == "loss"),

@@ -44,7 +44,7 @@ class Planned:
 
     step: int
     kind: Kind
-    place: Place = "step"
+    place: Place | Literal["hand_over"] = "step"  # hand_over: between two stages that one node does
 
 
 def possible(definition: StackDefinition) -> Interruptions:
@@ -53,8 +53,9 @@ def possible(definition: StackDefinition) -> Interruptions:
     return replace(definition.interruptions, **none)
 
 
-def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Planned, ...]:
-    """The interruptions in their order, one for each node.
+def plan(interruptions: Interruptions, phase_steps: Sequence[int], *, stays: bool = False) -> tuple[Planned, ...]:
+    """The interruptions in their order, one for each node. `stays`: whether a stage begins on the node of the stage
+    before; the first loss without notice then comes between the two.
 
     An interruption in the first phase comes in the second to fourth fifth of this phase. Interruptions at a step, or
     while saving, are spread over the other phases, so that they come after the end of a phase. Each comes in the second
@@ -63,7 +64,8 @@ def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Plan
     """
     seeded = random.Random(interruptions.seed)
     places: list[tuple[Kind, Place]] = [("notice", interruptions.notice_at)] * interruptions.with_notice
-    places += [("loss", interruptions.loss_at)] * interruptions.without_notice
+    between_stages = int(stays and interruptions.without_notice > 0)
+    places += [("loss", interruptions.loss_at)] * (interruptions.without_notice - between_stages)
     steps = [count for count in phase_steps if count]
     total = sum(steps)
     first = steps[0] if len(steps) > 1 else 0
@@ -81,6 +83,7 @@ def plan(interruptions: Interruptions, phase_steps: Sequence[int]) -> tuple[Plan
         Planned(step=ends[number % len(ends)], kind=kind, place=place) for number, (kind, place) in enumerate(between)
     ]
     planned += [Planned(step=total, kind=kind, place=place) for kind, place in places if place == "stage"]
+    planned += [Planned(step=0, kind="loss", place="hand_over")] * between_stages
     return tuple(sorted(planned, key=lambda one: (one.step, one.place == "stage")))
 
 
@@ -118,6 +121,7 @@ class Tail:
         try:
             file = path.open("rb")
         except FileNotFoundError:
+            self._places.pop(path, None)  # the next file may get the same inode
             return []
         with file:
             look = os.fstat(file.fileno())
@@ -184,7 +188,7 @@ class Begun(NamedTuple):
 
 
 class Watch:
-    """Watches one run from `up` to its end. `run` returns when the run has ended by itself."""
+    """Watches one run, or one stage, from `up` to its end. `run` returns when the run has ended by itself."""
 
     def __init__(
         self,
@@ -195,12 +199,17 @@ class Watch:
         bucket: str,
         run_id: str,
         *,
+        fleet_run: str = "",
+        before: Watch | None = None,
+        hands_over: bool = False,
         stage_lines: int = 1,
         falls_back: bool = False,
         saves: bool = True,
         doubts: Callable[[Observed, int], str] = lambda observed, step: "",
     ) -> None:
-        """`stage_lines`: the number of results of a phase after training after which a node is taken away.
+        """`fleet_run`: the run id in the tags of the nodes, if it is not `run_id`. `before`: the watch of the stage
+        before, from which this stage takes the node; `hands_over`: whether the next stage takes this stage's node.
+        `stage_lines`: the number of results of a phase after training after which a node is taken away.
         `falls_back`: whether there is no spot capacity after the last interruption, so that the run must continue on
         demand. `saves`: whether the job has checkpoints. `doubts` returns the reason why a command will fail, from its
         observations and its step; empty if it may succeed.
@@ -209,7 +218,11 @@ class Watch:
         self.runner = runner
         self.timeline = timeline
         self.planned = list(planned)
-        self.bucket, self.run_id = bucket, run_id
+        self.bucket, self.run_id, self._fleet_run = bucket, run_id, fleet_run or run_id
+        self._hands_over, self._is_handed_over = hands_over, False
+        self._before = before.views if before else {}
+        self._over = {instance.id for instance in cloud.instances() if before and instance.ended_at is not None}
+        self._count: int = before._count if before else 0  # nodes so far
         self.stage_lines, self.falls_back, self.saves, self._doubts = stage_lines, falls_back, saves, doubts
         self.views: dict[str, NodeView] = {}
         self.manifests: dict[int, str] = {}  # the reason of the checkpoint of each step
@@ -224,10 +237,11 @@ class Watch:
         """Watches to the end. Raises RunFailedError if a node fails or the run hangs. Interruptions that are still in
         `planned` after that did not happen.
         """
-        while not self._all_ended():
+        while not self._is_handed_over and not self._all_ended():
             check()
             for instance in self.cloud.instances():
-                if self._is_ours(instance.tags) and instance.id not in self.views and instance.id in self.runner.nodes:
+                is_known = instance.id in self.views or instance.id in self._over
+                if self._is_ours(instance.tags) and not is_known and instance.id in self.runner.nodes:
                     self._launched(instance)
             for view in self.views.values():
                 self._look(view)
@@ -270,11 +284,18 @@ class Watch:
         )
 
     def _is_ours(self, tags: Mapping[str, str]) -> bool:
-        """Whether these are the tags of this run: each stage of a run has its own nodes and its own fleet."""
-        return tags.get(RUN_TAG) == self.run_id
+        """Whether these are the tags of this run's fleet. Each stage has its own fleet, or stays on another's."""
+        return tags.get(RUN_TAG) == self._fleet_run
 
     def _launched(self, instance: CloudInstance) -> None:
-        view = NodeView(node=self.runner.nodes[instance.id], number=len(self.views) + 1, logged_at=instance.launched_at)
+        if earlier := self._before.get(instance.id):  # what the stage before has logged is not this stage's
+            view = NodeView(
+                node=earlier.node, number=earlier.number, tail=earlier.tail, logged_at=self.cloud.clock.now()
+            )
+            self.views[instance.id] = view
+            return self._tell("stays", f"{view.name}: goes on with {self.run_id}", node=instance.id)
+        self._count += 1
+        view = NodeView(node=self.runner.nodes[instance.id], number=self._count, logged_at=instance.launched_at)
         self.views[instance.id] = view
         self._tell(
             "launched",
@@ -308,6 +329,8 @@ class Watch:
                 raise RunFailedError(f"{view.name}: the node script ended with {code} and left its machine running")
 
     def _is_at(self, view: NodeView, planned: Planned) -> bool:
+        if planned.place == "hand_over":  # the stage before is done
+            return True
         if planned.place == "stage":  # a node that resumes in a phase after training trains no step
             return self._written(view) >= self.stage_lines
         if view.first_step is None or view.last_step < planned.step:
@@ -348,6 +371,7 @@ class Watch:
             "boundary": f"between phases, after step {view.last_step}",
             "save": f"while a checkpoint is written, at step {view.last_step}",
             "stage": f"after training, with {self._written(view)} results of a stage",
+            "hand_over": f"between two stages, before {self.run_id}",
         }[planned.place]
         if planned.kind == "notice":
             # otherwise a tiny model on a fast machine would end its run before the interruption takes effect
@@ -462,6 +486,8 @@ class Watch:
         if not at_once and time.monotonic() - self._bucket_at < BUCKET_S:
             return
         self._bucket_at = time.monotonic()
+        done = {"Bucket": self.bucket, "Prefix": f"{self.run_id}/{bucket.DONE}"}
+        self._is_handed_over = self._hands_over and bool(self._s3.list_objects_v2(**done).get("Contents"))
         for step, manifest in self._new_objects(bucket.CHECKPOINTS, bucket.MANIFEST_KEY, self.manifests):
             self.manifests[step] = str(manifest.get("reason", ""))
             self._tell("checkpoint", f"checkpoint of step {step} published", quiet=True, step=step)

@@ -4,6 +4,9 @@ Drivers on people's machines and nodes write the object. Each put has a conditio
 changed since it was read. So each writer knows all valid reservations when it adds its own. A run reserves its own
 limit before it begins; its receipt gives back what the run did not use. If the object is missing, no further run can
 reserve dollars. Runs that have begun still stop before their own limits, whose sum is within the cap.
+
+Trials that share a node have one reservation, which is the limit of the node's run. The node itself begins a trial only
+if what is left of that limit is enough for nine cases in ten of the trial (`least_usd` of its run.json).
 """
 
 from __future__ import annotations

@@ -124,7 +124,8 @@ class CampaignBill:
         return (
             f"The runs share {counted(self.nodes, 'node')}: the bill has one set-up of {first.setup_h * 60:.0f} minutes"
             " for each, in its first run, and one for each interruption; each later run begins on the running node,"
-            f" within {later.setup_h * 3600:.0f} s. Each node may spend {self.described.max_usd / self.nodes:.2f} USD."
+            f" within {later.setup_h * 3600:.0f} s (assumed). Each node may spend"
+            f" {self.described.max_usd / self.nodes:.2f} USD."
         )
 
     def _worth(self) -> str:

@@ -219,8 +219,9 @@ def type_cost(
         )
     except GpufleetError as unknown:
         why.append(str(unknown))
-    if runtime is not None and definition.fleet_of:  # a replacement of the node has the whole set-up: restart_s
-        runtime = replace(runtime, setup_s=min(runtime.setup_s, runtimes.WARM_S))
+    if runtime is not None and definition.fleet_of and runtime.setup_s > runtimes.WARM_S:
+        # a replacement of the node has the whole set-up: restart_s
+        runtime = replace(runtime, setup_s=runtimes.WARM_S, setup_seen=False, setup_source="")
     return TypeCost(
         type=type_,
         instance=instance,

@@ -19,6 +19,7 @@ from gpufleet.infra.bill import record
 from gpufleet.infra.bill.answer import amount_within, figures_within, picture
 from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.limits import enough, least_usd
+from gpufleet.infra.bill.runtime import WARM_S
 from gpufleet.infra.bill.several import Several, repeated
 from gpufleet.infra.bill.side import Quantiles
 from gpufleet.infra.definition.model import StackDefinition
@@ -68,8 +69,9 @@ class StagedBill:
         )
         if self.whole.stages[-1].fleet_of:
             rule = (
-                "The stages share one node, whose boot is in the first one's bill. Each of them may use `up to`, and"
-                " begins however the one before ended, while what is left is enough for nine cases in ten."
+                "The stages share one node, whose boot is in the first one's bill. Each later one begins within"
+                f" {WARM_S:.0f} s (assumed), however the one before ended, while what is left is enough for nine cases"
+                " in ten. Each may use `up to`."
             )
         yield from text.wrap(f"{rule} Prices: {self.together.price_age}.")
         warned: dict[str, list[str]] = {}

@@ -172,9 +172,11 @@ def load(name: str, root: Path) -> CampaignFile:
         findings.add("draw", "a file alone, without grid and list", value="beside other values")
     if campaign.share_node and (not (grid or rows) or len(campaign.files) > 1 or campaign.open):
         allowed = "true only with one file, its grid or list, and without open and draw"
-        findings.add(".share_node", allowed, value="true")
-    if campaign.share_node and campaign.order != "listed":
-        findings.add(".order", "listed, as share_node is true", value=campaign.order)
+        later = "Runs that come later cannot join a node: without share_node each run has its own."
+        findings.add(".share_node", allowed, later if campaign.open or draw else "", value="true")
+    if campaign.share_node and campaign.order != "listed":  # a driver that goes on would deal by other prices
+        hint = "Each node does its runs in the file's order: list the cheapest first."
+        findings.add(".order", "listed, as share_node is true", hint, value=campaign.order)
     if findings.problems:
         raise DefinitionError(str(path), findings.problems)
     return replace(campaign, grid=grid, list=rows, draw=draw)

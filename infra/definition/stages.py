@@ -16,7 +16,7 @@ from gpufleet.infra.definition.model import Limits, Run, StackDefinition, Storag
 from gpufleet.infra.definition.rules import RULES
 from gpufleet.infra.definition.schema import Findings, check_keys, entries_of
 from gpufleet.infra.definition.schema import build as build_section
-from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, merge
+from gpufleet.infra.definition.yaml_tree import Items, Mapping, Node, Scalar, merge, read
 from gpufleet.infra.errors import Problem, of_form
 from gpufleet.job.kind import JobConfig
 
@@ -27,6 +27,7 @@ KEYS = ("name", *LAID, REHEARSAL, STAYS, LIMITS)
 NAME = re.compile(r"[a-z][a-z0-9_]{0,19}")  # becomes a folder's name, a tag, and {inputs.NAME}
 MOST = 8  # our own bound, because each stage has a fleet
 MOST_ON_NODE = 24  # with `stays`; our own bound, because the node's rights name each stage's files
+UNDISTURBED = "rehearsal: {interruptions: {with_notice: 0, without_notice: 0}}"
 RERUN = "rerun"
 
 
@@ -63,6 +64,8 @@ def staged(tree: Mapping, build: Build) -> tuple[StackDefinition, list[Problem]]
         own = {key: merge(rest.get(key), entry[key]) for key in (*LAID, LIMITS) if key in entry}
         if isinstance(rehearsal := entry.get(REHEARSAL), Mapping) and INTERRUPTIONS in rehearsal.entries:
             own[REHEARSAL] = merge(rest.get(REHEARSAL), _reduced_to(rehearsal, INTERRUPTIONS))
+        elif on_one_node and index != 1:  # the file's interruptions come once, when the node does its second stage
+            own[REHEARSAL] = merge(rest.get(REHEARSAL), read(UNDISTURBED).entries[REHEARSAL])
         stage, wrong = build(replace(tree, entries={**rest, **own}), Earlier(tuple(names), tuple(taken)))
         problems += of_form(f"{STAGES}[{index}]", wrong)
         _fleet(stage, built[0] if built else stage, path, findings)

@@ -52,7 +52,7 @@ def start_ups(root: Path, stack: str) -> dict[str, float]:
     took: dict[str, list[float]] = {}
     for receipt in receipts.read(root, stack)[0] if stack else ():
         for attempt in () if receipt.rehearsal else receipt.attempts:
-            if attempt.started_s is not None:
+            if attempt.started_s is not None and not attempt.older_s:
                 took.setdefault(family(attempt.type), []).append(float(attempt.started_s))
     return {name: median(seconds[-NEWEST:]) for name, seconds in took.items()}
 

@@ -53,6 +53,7 @@ class AttemptCost:
     lived_s: Decimal
     started_s: Decimal | None = None  # seconds from launch to the trainer's first step; None if there was no step
     pulled_s: Decimal | None = None  # the part of `started_s` for pulling images; None if unknown
+    older_s: Decimal | None = None  # seconds for which it had run for earlier stages; `started_s` is then no launch's
     interrupted: bool = False
     # Whether AWS, and not the owner, ended the node; None if there was no notice, or if it is unknown.
     reclaimed: bool | None = None
@@ -87,6 +88,7 @@ class AttemptCost:
             **({"alarm": self.alarm} if self.alarm else {}),
             **({"network": self.network} if self.network else {}),
             **({} if self.pulled_s is None else {"pulled_s": seconds(self.pulled_s)}),
+            **({"older_s": seconds(self.older_s)} if self.older_s else {}),
         }
 
     @classmethod

@@ -309,10 +309,13 @@ class NodeRun:
         return all(copied) and retry(4, lambda: there.get(RUN, folder / RUN))
 
     def _limit(self, workdir: Path) -> None:
-        """Sets timer and schedule by what the run may still spend. Ends the run if this is too little."""
+        """Sets timer and schedule by what the run may still spend. Ends the run if this is too little. A node that was
+        lost before its first heartbeat may have been lost before this look, so a record alone begins no stage.
+        """
         self.others.before = self._spent_before()
         run, is_new = self._terms(), not (self.others.nodes or self.others.untold)
-        if is_new and (left_usd := run.limits.max_usd - self.others.before[0]) < run.least_usd:
+        is_begun = any(key.startswith(HEARTBEATS) for key in self.keys)
+        if not is_begun and (left_usd := run.limits.max_usd - self.others.before[0]) < run.least_usd:
             why = f"it did not begin: it needs {run.least_usd:f} USD, and {left_usd:.2f} are left"
             self._end_run(ends.MAX_USD, why, hands_on=False)
         over, limit = self.allowance.begin(self._means(), workdir, moves=not self.machine.older_s)

@@ -257,7 +257,7 @@ def _lost(attempts: Sequence[Attempt]) -> Decimal:
 
 
 # Fields that the node writes.
-LEFT = ("instance", "type", "zone", "capacity", "started_s", "pulled_s", "rung", "exit", "alarm")
+LEFT = ("instance", "type", "zone", "capacity", "started_s", "pulled_s", "older_s", "rung", "exit", "alarm")
 PAID = ("seconds", "lived_s", "usd", "ceiling_s", "free_usd", "reclaimed", "last_step")
 
 

@@ -23,6 +23,7 @@ from tests.repository import ROOT
 
 STACK = ROOT / "stacks" / "tinystories-growth.yaml"
 NODES = ("i-1", "i-2", "i-3")
+BETWEEN = Planned(step=0, kind="loss", place="hand_over")
 
 
 class CheckedWorld:
@@ -94,9 +95,10 @@ class CheckedWorld:
         )
 
 
-def test_a_notice_to_a_node_of_another_stage_is_not_this_one_s(tmp_path: Path) -> None:
+@pytest.mark.parametrize("node", ["i-9", "i-3"])  # the next stage may have this stage's last node
+def test_a_notice_to_a_node_of_another_stage_is_not_this_one_s(tmp_path: Path, node: str) -> None:
     rehearsal = CheckedWorld().rehearsal(tmp_path)
-    of_another = SimpleNamespace(facts={"seconds": 9.0, "node": "i-9"})
+    of_another = SimpleNamespace(facts={"seconds": 9.0, "node": node})
     own = rehearsal.timeline.select("seen")
     rehearsal.timeline.select = lambda _: [*own, of_another]
     found = list(evidence.checks(Evidence(rehearsal)))
@@ -140,6 +142,44 @@ def test_a_broken_promise_fails_by_its_name(tmp_path: Path, said: str, break_it:
     found = broken(Evidence(world.rehearsal(tmp_path)))
     assert found.startswith(said)
     assert ";" not in found  # and nothing else
+
+
+def staying(folder: Path, first: Planned | None, theirs: str, own: list[str]) -> Any:
+    """That world as a stage on the node of the stage t1, which the nodes `theirs` did; `own`: those of this one's
+    receipt.
+    """
+    world = CheckedWorld()
+    world.views["i-1"].interrupted = first
+    world.attempts = [each for each in world.attempts if each["instance"] in own]
+    world.interruptions["with_notice"] = 0
+    world.interruptions["without_notice"] = 2 if first and "i-1" in own else 1
+    world.seen.clear()
+    if first is None:
+        del world.views["i-1"]
+    else:
+        world.events.pop("r1/i-1")
+    found = world.rehearsal(folder)
+    planned = replace(found.definition.interruptions, with_notice=0, without_notice=2 if first else 1)
+    found.definition = replace(found.definition, fleet_of="t1", before=("t1",), interruptions=planned)
+    (folder / "t1").mkdir()
+    (folder / "t1" / "receipt.json").write_text(json.dumps(receipt(attempts=[node(theirs, seconds="60")])))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first", "theirs", "own", "said"),
+    [
+        (None, "i-2", ["i-2", "i-3"], ""),
+        (None, "i-1", ["i-2", "i-3"], "stays on the node of t1: i-2"),
+        (BETWEEN, "i-1", ["i-2", "i-3"], ""),
+        (BETWEEN, "i-1", ["i-1", "i-2", "i-3"], ""),  # it had begun to boot for this stage
+        (BETWEEN, "i-2", ["i-2", "i-3"], "lost after t1: i-1 was lost; the next one repeated t1"),
+    ],
+)
+def test_a_stage_begins_on_the_node_of_the_one_before_or_on_the_next_if_that_is_lost(
+    tmp_path: Path, first: Planned | None, theirs: str, own: list[str], said: str
+) -> None:
+    assert broken(Evidence(staying(tmp_path, first, theirs, own))) == said
 
 
 def several(folder: Path, *steps: tuple[int, int]) -> Any:

@@ -506,6 +506,10 @@ def test_each_line_is_read_once_and_a_file_that_was_replaced_from_its_beginning(
     assert tail.new(path) == ["one", "other", "three"]
     path.write_bytes(b"one\n")
     assert tail.new(path) == ["one"]
+    path.rename(tmp_path / "away")
+    assert tail.new(path) == []
+    (tmp_path / "away").rename(path)  # stands for another file with the same inode
+    assert tail.new(path) == ["one"]
 
 
 def test_a_command_s_signal_is_noted_with_its_generation(tmp_path: Path, watch: Watching) -> None:

@@ -65,6 +65,13 @@ def test_a_node_on_demand_is_taken_away_without_a_notice_alone(capacity: str, ki
     assert sorted(each.kind for each in plan(possible(definition), [30, 30, 30])) == sorted(kinds)
 
 
+def test_a_stage_on_the_node_of_another_loses_it_between_the_two_first() -> None:
+    between, notice, loss = plan(Interruptions(without_notice=2), [100], stays=True)
+    assert (between.kind, between.place, between.step) == ("loss", "hand_over", 0)
+    assert {each.place for each in (notice, loss)} == {"step"}
+    assert plan(Interruptions(with_notice=0, without_notice=0), [100], stays=True) == ()
+
+
 def test_no_interruptions_are_none() -> None:
     assert plan(Interruptions(with_notice=0, without_notice=0), [30, 30]) == ()
 

@@ -164,7 +164,8 @@ def test_what_did_not_hold_takes_no_report_away(
     written: list[Promise] = []
     for place, name, instead in (
         (rehearse, "command", lambda *_: "all of it\n"),
-        (rehearse, "_follow", lambda _: None),
+        (rehearse, "_follow", lambda *_: None),
+        (rehearse, "_is_own", lambda _: True),
         (rehearse, "Evidence", lambda part: SimpleNamespace(rehearsal=part)),
         (evidence_module, "checks", lambda _: iter([kept])),
         (evidence_module, "leftovers", lambda _: kept),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -27,9 +28,9 @@ from gpufleet.job.contract.reading import epoch
 from gpufleet.job.contract.receipt import Receipt
 from gpufleet.job.contract.workdir import METRICS
 from gpufleet.job.supervisor.store import S3Store
-from gpufleet.rehearsal import scratch
+from gpufleet.rehearsal import provider, scratch
 from gpufleet.rehearsal.cloud import Cloud
-from gpufleet.rehearsal.engine import InProcess, write_project
+from gpufleet.rehearsal.engine import InProcess, settings, write_project
 from gpufleet.rehearsal.habits import Habits
 from gpufleet.rehearsal.node import NodeRunner
 from tests import forked
@@ -117,7 +118,8 @@ def night(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Night]:
 
 
 @contextmanager
-def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Night]:
+def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, *, real: bool = False) -> Iterator[Night]:
+    """`real`: whether the driver runs the `pulumi` on PATH, instead of the program in this process."""
     root = scratch.make(folder / "project", {"staged": ONE})
     write_project(root)
     hold, programs = folder / "hold", folder / "programs"
@@ -127,24 +129,32 @@ def opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Night]:
     (root / "code" / "trial.py").write_text(SCRIPT.replace("HOLD", repr(str(hold))))
     monkeypatch.chdir(root)
     habits = Habits(notice_s=20.0, relaunch_s=1.0)
-    with forked.programs(folder), Cloud(root, habits=habits) as cloud:
-        for name, value in cloud.environment().items():
+    with ExitStack() as stack:
+        stack.enter_context(forked.programs(folder))
+        cloud = stack.enter_context(Cloud(root, habits=habits))
+        engine = settings(root, stack.enter_context(provider.serve(cloud.environment()))) if real else {}
+        for name, value in {**cloud.environment(), **engine}.items():
             monkeypatch.setenv(name, value)
         runner = NodeRunner(cloud, folder / "nodes", lambda _: programs)
         world = Night(root, cloud, runner, hold)
-        stacks = pulumi_cli.PulumiStack
-        monkeypatch.setattr(stacks, "select", lambda _: None)
-        monkeypatch.setattr(
-            stacks, "outputs", lambda stack: world.stacks[stack.name].outputs() if stack.name in world.stacks else {}
-        )
-        monkeypatch.setattr(stacks, "up", lambda stack, approved: world.up(stack.name, approved))
-        monkeypatch.setattr(stacks, "destroy", lambda stack: world.stack(stack.name).destroy())
+        if not real:
+            in_process(world, monkeypatch)
         monkeypatch.setattr(command, "Campaign", partial(command.Campaign, sleep=lambda _: world.wait(_)))
         monkeypatch.setattr("builtins.input", lambda _: "yes")
         try:
             yield world
         finally:
             runner.close()
+
+
+def in_process(world: Night, monkeypatch: pytest.MonkeyPatch) -> None:
+    stacks = pulumi_cli.PulumiStack
+    monkeypatch.setattr(stacks, "select", lambda _: None)
+    monkeypatch.setattr(
+        stacks, "outputs", lambda stack: world.stacks[stack.name].outputs() if stack.name in world.stacks else {}
+    )
+    monkeypatch.setattr(stacks, "up", lambda stack, approved: world.up(stack.name, approved))
+    monkeypatch.setattr(stacks, "destroy", lambda stack: world.stack(stack.name).destroy())
 
 
 def kill(_: float = 0) -> None:
@@ -210,3 +220,15 @@ def test_where_the_cap_does_not_pay_for_the_third_it_does_not_begin(
     assert "2 runs ended;" in said
     assert "; what was left of their node's dollars" in said
     assert sum(receipt.actual for receipt in receipts.values()) <= cap
+
+
+@pytest.mark.skipif(shutil.which("pulumi") is None, reason="the Pulumi engine is not on PATH")
+def test_the_real_engine_makes_one_fleet_for_two_trials_and_takes_all_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, monkeypatch, real=True) as night:
+        assert night.drive("grid: {--x: [1, 2]}\nmax_usd: 9\n") == 0
+        assert {x: receipt.reason for x, receipt in night.receipts().items()} == dict.fromkeys("12", "finished")
+        assert len(night.cloud.instances()) == len(night.cloud.fleets.fleets) == 1
+        (run,) = trials(load("night", night.root), night.root)
+        assert pulumi_cli.PulumiStack(root=night.root, name=run.name).outputs() == {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from decimal import Decimal
 from pathlib import Path
 
@@ -10,7 +12,9 @@ import pytest
 from gpufleet.job.contract.reading import epoch
 from gpufleet.job.contract.receipt import Receipt
 from gpufleet.job.contract.spent import MINIMUM_S
+from gpufleet.rehearsal import scratch
 from gpufleet.rehearsal.launch import CloudInstance
+from gpufleet.rehearsal.rehearse import rehearse
 from tests.infra.shared_files import SHARED
 from tests.rehearsal.test_stages import StagedRun, launched
 from tests.waiting import wait_for
@@ -23,14 +27,35 @@ name = name.replace("--x=", "t")
 hold, state = pathlib.Path(HOLD), pathlib.Path(kept, "state.json")
 begun = json.loads(state.read_text())["step"] if state.exists() else 0
 (hold / f"{name}.{os.getpid()}").write_text(str(begun))
-for step in range(begun + 1, 4):
+def save():
     state.with_suffix(".new").write_text(json.dumps({"step": step}))
     state.with_suffix(".new").replace(state)
+for step in range(begun + 1, 4):
+    save()
     print("step", step, "loss", 9 if name == "t2" else 1, flush=True)
+    held = 0
     while step == 2 and (hold / name).exists():
         time.sleep(0.05)
+        held += 1
+        if held % 100 == 0:  # a save that came with the first ones counts as an earlier step's
+            save()
     if (hold / f"{name}-fails").exists():
         sys.exit(3)
+pathlib.Path(outputs, "done.txt").write_text(name)
+"""
+
+REHEARSED = """\
+import json, pathlib, sys, time
+kept, outputs, name = sys.argv[1:]
+state = pathlib.Path(kept, "state.json")
+step = json.loads(state.read_text())["step"] if state.exists() else 0
+while step < 60:
+    step += 1
+    time.sleep(0.1 if name == "--x=2" else 0)
+    if step % 10 == 0:
+        state.with_suffix(".new").write_text(json.dumps({"step": step}))
+        state.with_suffix(".new").replace(state)
+    print("step", step, "loss", 1, flush=True)
 pathlib.Path(outputs, "done.txt").write_text(name)
 """
 
@@ -60,6 +85,7 @@ def test_three_trials_share_one_node_and_one_boot_and_pay_for_it_once(tmp_path: 
         (node,) = run.cloud.instances()
         last = epoch(done[-1]["at"]) or 0.0
         lived = last - node.launched_at.replace(microsecond=0).timestamp()
+        assert [bool(each.attempts[0].older_s) for each in receipts(run)] == [False, True, True]
         assert float(seconds_lived(receipts(run), node)) == pytest.approx(lived, abs=2.0)
         for before, trial in zip(done, TRIALS[1:], strict=False):
             record = run.json(trial, f"attempts/{node.id}.json") or {}
@@ -83,3 +109,22 @@ def test_a_trial_that_fails_ends_no_other_and_an_interrupted_one_goes_on_on_the_
         assert len(begun(run, "t3")) == 1
         assert [len(each.attempts) for each in receipts(run)] == [1, 2, 1]
         assert len(run.cloud.instances()) == 2
+
+
+@pytest.mark.slow
+def test_a_file_of_trials_is_rehearsed_with_a_loss_between_two_and_a_notice_in_the_second(tmp_path: Path) -> None:
+    text = SHARED.replace("work: {steps: 3}", "work: {steps: 60}").replace("every: {steps: 1}", "every: {steps: 10}")
+    project = scratch.make(tmp_path / "project", {"staged": text})
+    (project / "code").mkdir()
+    (project / "code" / "trial.py").write_text(REHEARSED)
+    said: list[str] = []
+    assert rehearse("staged", root=project, out=said.append) == 0, "\n".join(said)
+    folder = project / "rehearsals" / "staged" / "r1"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert [each.split()[0] for each in summary["interruptions"]] == ["loss", "notice"]
+    assert (summary["steps"], summary["nodes"]) == (180, 3)
+    assert summary["engine"].startswith("pulumi ") == (shutil.which("pulumi") is not None)
+    assert {"  ok    t2: lost after t1: node 1 was lost; the next one did not repeat t1"} <= {*said}
+    assert {"  ok    t3: stays on the node of t2: node 3"} <= {*said}
+    for number, trial in enumerate(TRIALS, 1):
+        assert (folder / "results" / trial / "final" / "done.txt").read_text() == f"--x={number}"

@@ -16,6 +16,7 @@ from gpufleet.infra.bill.stages import StagedBill, price_stages
 from gpufleet.infra.catalog import load_catalog
 from gpufleet.infra.definition.loader import load
 from gpufleet.infra.definition.model import StackDefinition
+from gpufleet.infra.evidence.speeds import Speeds, shipped
 from tests.infra.shared_files import SHARED
 from tests.infra.staged_files import STAGED, several_in
 from tests.repository import ROOT
@@ -119,6 +120,10 @@ def test_stages_on_one_node_have_one_boot_and_a_limit_each(tmp_path: Path) -> No
     assert "The stages share one node, whose boot is in the first one's bill." in " ".join(
         "\n".join(found.lines()).split()
     )
+    assert "Each later one begins within 60 s (assumed)" in " ".join("\n".join(found.lines()).split())
+    measured = Speeds(shipped().figures, {"g": 400.0})
+    own = [price(stage, CATALOG, speeds=measured, runs=100).chosen.runtime for stage in definition.stages[:2]]
+    assert [(each.setup_s, each.setup_seen) for each in own] == [(400.0, True), (WARM_S, False)]
     poor = replace(definition, limits=replace(definition.limits, max_usd=Decimal("0.02")))
     missing, (wrong,) = price_stages(poor, priced, date(2026, 11, 30))
     assert missing is None

@@ -189,6 +189,14 @@ def test_stages_on_one_node_differ_only_in_what_a_node_need_not_know(
         read(tmp_path, SHARED.replace(old, new))
 
 
+def test_on_one_node_the_file_s_interruptions_come_in_the_second_stage_alone(tmp_path: Path) -> None:
+    text = SHARED.replace("stages:\n", "rehearsal: {interruptions: {seed: 5, with_notice: 2}}\nstages:\n").replace(
+        "  - name: t3\n", "  - name: t3\n    rehearsal: {interruptions: {without_notice: 0}}\n"
+    )
+    drawn = [part.interruptions for part in read(tmp_path, text, rehearsal=True).stages]
+    assert [(each.seed, each.with_notice, each.without_notice) for each in drawn] == [(5, 0, 0), (5, 2, 1), (5, 2, 0)]
+
+
 def test_a_stage_with_a_fleet_of_its_own_has_no_limits_of_its_own(tmp_path: Path) -> None:
     text = STAGED.replace("  - name: judge\n", "  - name: judge\n    limits: {max_usd: 1}\n")
     with pytest.raises(DefinitionError, match=r"stages\[2\].limits: .*with stays: true"):

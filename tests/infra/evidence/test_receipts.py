@@ -339,7 +339,8 @@ def test_a_stack_is_named_as_for_every_other_command(
 def test_later_bills_of_the_stack_take_the_start_up_of_its_newest_nodes(tmp_path: Path) -> None:
     """Start-up times count by family, because a P node takes longer; receipts of rehearsals and other stacks do not."""
     took = [{**node(f"i-{at}", seconds="3600.000"), "started_s": str(200 + at)} for at in range(12)]
-    place(tmp_path, receipt(attempts=[*took, {**took[0], "type": "p5.48xlarge", "started_s": "900"}]))
+    stayed = [{**took[0], "started_s": "20", "older_s": "1800"}] * 12  # of trials on a running node
+    place(tmp_path, receipt(attempts=[*took, *stayed, {**took[0], "type": "p5.48xlarge", "started_s": "900"}]))
     place(tmp_path, receipt(run="r2", device="cpu", attempts=[{**took[0], "started_s": "5"}]), "r2")
     place(tmp_path, receipt(stack="other", attempts=[{**took[0], "started_s": "7"}]), stack="other")
     assert own_speeds.start_ups(tmp_path, "small-growth") == {"g": 206.5, "p": 900.0}

@@ -100,6 +100,23 @@ def test_where_the_shared_dollars_are_too_few_a_stage_does_not_begin_and_none_fo
     assert outcome.calls_starting(DELETE, SHUTDOWN) == [DELETE, SHUTDOWN]
 
 
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_stage_is_not_begun_by_a_node_that_was_lost_before_it_looked_at_the_dollars(
+    node: StubNode, is_begun: bool
+) -> None:
+    node.limits["max_usd"] = "4"
+    for trial in node.trials.values():
+        trial["least_usd"] = "2.30"
+    lost = node.s3 / "r1/t2"
+    (lost / "attempts").mkdir(parents=True)
+    record = {"instance": "i-1", "launched_at": iso(node.launched_at + 5390)}
+    (lost / "attempts/i-1.json").write_text(json.dumps(record))
+    if is_begun:
+        (lost / "heartbeat").mkdir()
+        (lost / "heartbeat/i-1.jsonl").write_text('{"step": 1}\n')
+    assert jobs(node.boot().calls) == (["t1", "t2"] if is_begun else ["t1"])  # none after it either way
+
+
 def test_a_run_that_was_asked_to_end_begins_no_further_stage(node: StubNode) -> None:
     (node.s3 / "r1/t2").mkdir(parents=True)
     (node.s3 / "r1/t2/stop.json").write_text(json.dumps({"by": "me", "at": "2026-11-30T00:00:00Z"}))
