@@ -34,16 +34,31 @@ if MOVED_CLOCK:  # also for those whose environment a test has made, a node's sa
 
     subprocess.Popen.__init__ = _start_moved  # type: ignore[method-assign]
 SERVERS = re.compile(r"multiprocessing\.|forked|judge\.child \d+ (compile|serve)")  # which serve all tests of a worker
-LONG = {
+LONG = (
     "test_engine_real.py",
+    "test_shared_campaign.py",
+    "test_shared_node.py",
+    "test_stages.py",
     "test_killed_calls.py",
+    "test_member.py",
+    "test_campaign_command.py",
+    "test_canary.py",
+    "test_block_real.py",
     "test_training_run.py",
+    "test_gang_schedules.py",
+    "test_run_command.py",
+    "test_run_stages.py",
+    "test_command_attempts.py",
     "test_states.py",
     "test_component_package.py",
+    "test_json_schema.py",
+    "test_rehearse_failures.py",
     "test_command_endings.py",
-    "test_command_attempts.py",
+    "test_init_command.py",
+    "test_compare_command.py",
+    "test_container_real.py",
     "test_frozen.py",
-}
+)
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +95,7 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of half a minute and more begin first, so that no worker has one left when the others are done."""
-    items.sort(key=lambda item: item.path.name not in LONG)
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
 @pytest.hookimpl(tryfirst=True)
