@@ -138,6 +138,8 @@ def _misfit_reason(config: JobConfig, instance: Instance, index: int, rung: Rung
         return ""  # a rehearsal on a laptop uses no GPU
     if config.products() == "bf16" and not instance.gpu.bf16:
         return f"{instance.gpu.name} has no bf16"
+    if too_old := instance.too_old(config.demands.capability):
+        return too_old
     if rung is None and needs is not None and len(config.ladder()) == 1:
         return f"needs {needs.total_gb + DEVICE_RESERVE_GB:.1f} GB per GPU, has {instance.gpu_memory_gb:.1f}"
     if rung is None and needs is not None:
@@ -176,6 +178,8 @@ def cheapest_holder(config: JobConfig, catalog: Catalog, region: str) -> str:
 
 def _holds(config: JobConfig, instance: Instance) -> bool:
     if config.products() == "bf16" and not instance.gpu.bf16:
+        return False
+    if config.device != "cpu" and instance.too_old(config.demands.capability):
         return False
     if instance.gpu_count < config.gpus_needed():
         return False

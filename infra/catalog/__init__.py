@@ -120,6 +120,12 @@ class Instance:
             return f"has a slice of one {self.gpu.name}, which needs NVIDIA's GRID driver; the AMI has another driver"
         return ""
 
+    def too_old(self, capability: float) -> str:
+        """Why a job that needs this compute capability cannot run on the type's GPU; empty if it can."""
+        if self.gpu.capability >= capability:
+            return ""
+        return f"{self.gpu.name} has compute capability {self.gpu.capability}, but the job needs {capability}"
+
     def between_nodes_gbps(self, cards: str) -> float:
         """Gbit/s to another node, over the first network card (`one`) or over all cards (`all`)."""
         return self.network_gbps if cards == "all" else self.card_gbps

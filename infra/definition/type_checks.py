@@ -163,6 +163,8 @@ def _misfit(kind: Instance, config: JobConfig | None) -> str:
         return ""
     if config.products() == "bf16" and not kind.gpu.bf16:
         return f"{kind.gpu.name} has no bf16 tensor cores ({config.path}.precision.compute)"
+    if too_old := kind.too_old(config.demands.capability):
+        return too_old
     ranks = config.ranks(kind.gpu_count)
     needs: list[tuple[float, str]] = []
     for index, phase in enumerate(config.phases()):

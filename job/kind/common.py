@@ -254,6 +254,7 @@ class Demands:
     # their names in the parameters; and the secret with user:password for the image's registry.
     secrets: Mapping[str, str] = field(default_factory=dict)
     login: str | None = None
+    capability: float = 0.0  # the least compute capability of a GPU that the job runs on, if it needs a newer one
     node_role: bool = False  # whether the job itself has its node's rights
     held_minutes: float = 0.0  # minutes that a node stays after its run has failed
 

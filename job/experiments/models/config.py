@@ -9,6 +9,8 @@ from gpufleet.job.kind.common import added_later, bounded
 
 # if the expert product is padded (on GPUs other than sm_90), the rows of each expert, as a multiple of the even share
 CAPACITY = 1.25
+# the compute capability from which tensor cores multiply e4m3, and compiled kernels can read it (torch 2.13)
+FP8_CAPABILITY = 8.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ KEPT = {
     aten.bmm.default,
     aten.baddbmm.default,
     aten._grouped_mm.default,
+    aten._scaled_mm.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,

@@ -1,7 +1,8 @@
 """sft-h100: trains an adapter, or all weights, of a Llama- or Qwen-class decoder on packed chat examples.
 
-The base is frozen in bf16; it is either complete on every rank or sharded (`lora.shard_base`). Only the adapter is
-trained, saved in checkpoints, and has gradients that are summed over the ranks. With `method: full` the fp32 weights
+The base is frozen in bf16; it is either complete on every rank or sharded (`lora.shard_base`). With `precision.base:
+fp8` its matrices are quantised when they are read for training, and are bf16 again for what follows. Only the adapter
+is trained, saved in checkpoints, and has gradients that are summed over the ranks. With `method: full` the fp32 weights
 are sharded over the ranks (FSDP2). The run has one phase; merge.py does what follows. The run leaves `final/` (merged
 weights in the published layout, the tokenizer, `adapter/`) and `results.json`.
 """
@@ -25,7 +26,7 @@ from gpufleet.job.experiments.models import decoder, lora
 from gpufleet.job.experiments.models.decoder import Decoder
 from gpufleet.job.experiments.sft import merge
 from gpufleet.job.experiments.sft.judge import AnswerJudge
-from gpufleet.job.experiments.sft.spec import SftConfig
+from gpufleet.job.experiments.sft.spec import SftConfig, narrow_base
 from gpufleet.job.experiments.tuning import run as tuning
 from gpufleet.job.kind.common import Rung
 from gpufleet.job.kind.job import require
@@ -101,6 +102,12 @@ class Sft(Experiment):
         Stopped. Raises MergeDiffersError on every rank after everything is written.
         """
         assert self.module is not None
+        if narrow_base(self.config):
+            self.session.say(
+                "the base is read again in bf16: the adapter is merged into these weights, not those in fp8"
+            )
+            lora.store(self.module, torch.bfloat16)
+            tuning.fill(self.session, self.config, self.module)
         entries = merge.finish(self, self.module)
         if self.judge is not None:
             entries |= self.judge.judged(entries.get("answers", []))
@@ -126,12 +133,14 @@ class Sft(Experiment):
             self.module = tuning.trained_whole(session, config, written=fresh)
         else:
             drawn = torch.Generator().manual_seed(config.seed + 1) if fresh else None
-            if config.lora.shard_base:
-                self.module = tuning.base(session, config, torch.bfloat16, spread=True, adapters=config.lora)
-                self.module = self.module if drawn is None else lora.initialise(self.module, drawn)
-            else:
-                rows = tuning.template_ids(session, self.manifest, config) if config.lora.template_tokens else ()
-                self.module = lora.attach(tuning.base(session, config, torch.bfloat16), config.lora, drawn, rows)
+            split, narrow = config.lora.shard_base, narrow_base(config)
+            self.module = tuning.base(
+                session, config, torch.bfloat16, spread=split, adapters=config.lora, narrow=narrow
+            )
+            if config.lora.template_tokens:
+                lora.train_rows(self.module, tuning.template_ids(session, self.manifest, config))
+            if drawn is not None:
+                lora.initialise(self.module, drawn)
             parallel.replicate(self.module, session.world)
         return self.module
 

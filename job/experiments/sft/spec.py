@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from gpufleet.job.experiments.models.config import DecoderConfig, Lora
+from gpufleet.job.experiments.models.config import FP8_CAPABILITY, DecoderConfig, Lora
 from gpufleet.job.experiments.spec import CosineAdamW, rate_in_words, warmup_doubts
 from gpufleet.job.experiments.tuning import spec as tuning
 from gpufleet.job.experiments.tuning.spec import TokenBatch, TuningConfig
@@ -19,7 +19,7 @@ from gpufleet.job.kind import common
 VALIDATION_ROWS = 32  # rows on which adapter and merged weights are compared in fp32
 # number of prompts that each rank answers in one batch, and of tokens in that batch
 ANSWERS_AT_ONCE, ANSWERED_TOKENS = 20, 23_040
-BASE_BYTES = 2  # bytes of a frozen parameter: always bf16, whatever the dtype of the products
+BASE_BYTES = 2  # bytes of a frozen parameter in bf16, whatever the dtype of the products
 # Compiled steps keep this share of the memory that autograd keeps, without that of adapters (measured with 8 B on an
 # H100 and an H200; bench/results/gpu.md).
 COMPILED_KEEPS = 0.885
@@ -33,7 +33,7 @@ JUDGE_BASE = "base"  # the value of `eval.judge` for the base weights
 # Tokens of the judge's own text and chat template, by the tokenizers of the three families; and bytes per token of a
 # forward pass without gradients: keys and values of all layers, and one layer's results (570 kB with 72 B).
 JUDGE_TOKENS, JUDGE_TOKEN_BYTES = 250, 1_000_000
-JUDGE_LOAD_GB_S = 1.0  # assumed rate at which a judge's files reach the GPU
+LOAD_GB_S = 1.0  # assumed rate at which the files of a judge, or of the base again, reach the GPU
 FP32_COST = 15  # how much longer a token takes in true fp32 than with bf16 tensor cores: an H100 has 67 and 989 TFLOP/s
 
 
@@ -87,6 +87,15 @@ class Measures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SftPrecision(common.Compute):
+    """`base`: how the matrices of a frozen base are stored during training. With fp8, each output row has a scale, and
+    a GPU quantises the activations of each token. The adapter is merged into the base in bf16.
+    """
+
+    base: Literal["bf16", "fp8"] = common.added_later("bf16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SftConfig(TuningConfig):
     """sft-h100: an adapter (or all weights) trained on instructions, then merged and validated five ways."""
 
@@ -106,7 +115,7 @@ class SftConfig(TuningConfig):
     data: ChatData = ChatData()
     batch: TokenBatch = TokenBatch()
     optim: CosineAdamW = CosineAdamW()
-    precision: common.Compute = common.Compute()
+    precision: SftPrecision = SftPrecision()
     measures: Measures = Measures()
     reshard_after_forward: bool = True  # only with `method: full`: True for ZeRO-3, False for ZeRO-2
     deliver: common.Deliver = common.added_later("best", version="0.1.0")
@@ -117,7 +126,10 @@ class SftConfig(TuningConfig):
 
     @property
     def demands(self) -> common.Demands:  # type: ignore[override]
-        return common.Demands(inputs=(("eval.judge", self.eval.judge),) if judge_is_input(self) else ())
+        return common.Demands(
+            inputs=(("eval.judge", self.eval.judge),) if judge_is_input(self) else (),
+            capability=FP8_CAPABILITY if narrow_base(self) else 0.0,
+        )
 
     def problems(self) -> list[tuple[str, str]]:
         problems = tuning.problems(self.model)
@@ -128,6 +140,9 @@ class SftConfig(TuningConfig):
         if self.lora.shard_base and (self.method == "full" or self.lora.template_tokens):
             whole = "all weights are cut over the GPUs anyway" if self.method == "full" else "not with template_tokens"
             problems.append(("lora.shard_base", f"false here: {whole}"))
+        if narrow_base(self) and (self.method == "full" or self.lora.shard_base):
+            whole = "all weights are trained" if self.method == "full" else "lora.shard_base does not split fp8 weights"
+            problems.append(("precision.base", f"bf16 here: {whole}"))
         problems += tuning.batch_problems(self.batch, self.data.row, self.optim.betas)
         return problems
 
@@ -177,6 +192,9 @@ class SftConfig(TuningConfig):
             if sharded
             else 3 * evaluation + exact,  # with all weights there is only one loss, and the last evaluation gave it
             decode_steps=self.eval.sample_tokens * -(-self.eval.prompts // answers_at_once(self)),
+            # every GPU reads the base again in bf16
+            gpu_s=BASE_BYTES * total / common.GB / LOAD_GB_S * narrow_base(self),
+            workers=1,
             **sizes,  # type: ignore[arg-type]
         )
         if not self.eval.judge:
@@ -186,7 +204,7 @@ class SftConfig(TuningConfig):
             name="judge",
             steps=0,
             forward_tokens=int(pairs * judge_parameters(self) / total),
-            gpu_s=BASE_BYTES * judge_parameters(self) / common.GB / JUDGE_LOAD_GB_S * judge_is_loaded(self),
+            gpu_s=BASE_BYTES * judge_parameters(self) / common.GB / LOAD_GB_S * judge_is_loaded(self),
             workers=1,
             **sizes,  # type: ignore[arg-type]
         )
@@ -196,9 +214,10 @@ class SftConfig(TuningConfig):
     def memory(self, phase_index: int, rung: common.Rung, ranks: int = 1) -> common.Memory:
         """The memory needed. With LoRA: the base in bf16 on every rank, or sharded, with gathered tables and two
         gathered layers; and the adapters with fp32 state. If products are in fp32, the base's matrices are cast, and
-        the casts stay in memory until the backward pass (with checkpointing, only those of one layer). With all
-        weights: the fp32 state, sharded over the ranks, and the gathered weights in the compute dtype (two layers with
-        ZeRO-3, all layers with ZeRO-2). A judge takes the place of the trained model, except of parts that are sharded.
+        the casts stay in memory until the backward pass (with checkpointing, only those of one layer). A base in
+        fp8 is smaller during training, but not afterwards, when it is bf16 again. With all weights: the fp32 state,
+        sharded over the ranks, and the gathered weights in the compute dtype (two layers with ZeRO-3, all layers with
+        ZeRO-2). A judge takes the place of the trained model, except of parts that are sharded.
         """
         m = self.model
         compute = 2 if self.precision.compute == "bf16" else 4
@@ -208,6 +227,10 @@ class SftConfig(TuningConfig):
             cast = layers * tuning.layer_matmul(m) + (m.vocab * m.width if layers else 0)
             base = tuning.frozen_bytes(m, ranks if self.lora.shard_base else 1) + own * 4
             base += m.vocab * m.width * compute if trains_head(self) else 0  # a copy of the head with its trained rows
+            if narrow_base(self) and phase_index == 0:
+                base -= tuning.fp8_saves(m)
+                # one matrix at a time is dequantised, and none is kept
+                cast += m.width * max(m.ffn, m.heads * m.head_dim) - layers * tuning.layer_matmul(m)
             weights, gradients, moments = float(base + cast * compute), float(own * 4), float(own * 8)
             adapters = self.lora.rank
         else:
@@ -316,6 +339,11 @@ def trained(config: SftConfig) -> int:
     )
 
     return adapter + len(TEMPLATES[m.family].specials) * (1 if m.tied else 2) * m.width
+
+
+def narrow_base(config: SftConfig) -> bool:
+    """Whether the base's matrices are fp8 during training."""
+    return config.precision.base == "fp8"
 
 
 def trains_head(config: SftConfig) -> bool:

@@ -29,7 +29,7 @@ from gpufleet.job.experiments.dataset.rendering import (
 )
 from gpufleet.job.experiments.engine import export, optimizer, parallel
 from gpufleet.job.experiments.engine.experiment import Session
-from gpufleet.job.experiments.models import decoder, hf, lora
+from gpufleet.job.experiments.models import decoder, float8, hf, lora
 from gpufleet.job.experiments.models.blocks import DTYPES
 from gpufleet.job.experiments.models.config import Lora
 from gpufleet.job.experiments.models.decoder import Decoder
@@ -89,14 +89,14 @@ def base(
     written: bool = True,
     spread: bool = False,
     adapters: Lora | None = None,
+    narrow: bool = False,
 ) -> Decoder:
     """A decoder on the device with the weights with which training starts: published weights, or, for generated data,
     random weights from the seed. If not `written`, the weights are only allocated. `spread`: whether each rank gets
     only a part, so that no device ever has all weights. `adapters` are added to the decoder; they are complete on every
-    rank, and not initialised. Raises ValueError.
+    rank, and not initialised. `narrow`: whether the matrices beside them are stored in fp8. Raises ValueError.
     """
-    published = session.inputs is not None
-    if not published and not config.data.source.startswith("generated-"):
+    if session.inputs is None and not config.data.source.startswith("generated-"):
         raise ValueError(
             "no base weights: storage.base_weights must name a folder with config.json and safetensors "
             "(a job starts from random weights only if its data.source is a generated one)"
@@ -105,19 +105,25 @@ def base(
     module = decoder.build(config.model, compute=compute, dtype=dtype, device="meta")
     if adapters is not None:
         lora.attach(module, adapters)
+    if narrow:
+        float8.require(session.device.torch)
+        lora.store(module, float8.DTYPE)
     if spread:
         whole = list(lora.weights(module).values())
         reshard = bool(whole) or config.reshard_after_forward
         parallel.shard(module, session.world, module.blocks, compute=compute, reshard=reshard, whole=whole)
     module.to_empty(device=session.device.torch)
-    if not written:
-        return module
-    if published:
-        assert session.inputs is not None
-        hf.load(session.inputs, module, parallel.fill)
-    else:
-        decoder.initialise(module, torch.Generator().manual_seed(config.seed), parallel.fill)
+    if written:
+        fill(session, config, module)
     return module
+
+
+def fill(session: Session, config: TuningConfig, module: Decoder) -> None:
+    """Writes the weights with which training starts into the module; adapters stay unchanged. Raises ValueError."""
+    if session.inputs is not None:
+        hf.load(session.inputs, module, lora.filling(module))
+    else:
+        decoder.initialise(module, torch.Generator().manual_seed(config.seed), lora.filling(module))
 
 
 def trained_whole(session: Session, config: TuningConfig, *, written: bool) -> Decoder:

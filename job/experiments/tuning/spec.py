@@ -116,6 +116,12 @@ def frozen_bytes(m: DecoderConfig, ranks: int) -> float:
     return whole / ranks + 2 * layer_parameters(m) * 2 + m.vocab * m.width * 2 * (1 if m.tied else 2)
 
 
+def fp8_saves(m: DecoderConfig) -> int:
+    """How many bytes fewer a base needs if its matrices are fp8 with an fp32 scale per output row, and not bf16."""
+    outputs = (m.heads + 2 * m.kv_heads) * m.head_dim + 2 * m.width + 2 * m.ffn
+    return m.layers * (layer_matmul(m) - 4 * outputs)
+
+
 def gathered_bytes(m: DecoderConfig, compute: str, *, again: bool) -> int:
     """Bytes of weights that a micro-batch gathers from the ranks: once, and once `again` for backward."""
     return parameters(m) * (2 if compute == "bf16" else 4) * (1 + again)

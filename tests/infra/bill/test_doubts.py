@@ -15,11 +15,12 @@ from gpufleet.infra.bill.bill import Bill
 from gpufleet.infra.bill.estimate import price, problems
 from gpufleet.infra.bill.limits import enough
 from gpufleet.infra.catalog import load_catalog
+from gpufleet.infra.definition import type_checks
 from gpufleet.infra.definition.model import Disk, Keep
 from gpufleet.infra.errors import DefinitionError, GpufleetError
 from gpufleet.infra.evidence.speeds import Expected, Speeds
 from gpufleet.infra.risk.unknown import P90
-from gpufleet.job.experiments.sft.spec import SftConfig
+from gpufleet.job.experiments.sft.spec import SftConfig, SftPrecision
 from tests.infra.cost_definitions import definition, growth, on_nodes
 
 pytestmark = pytest.mark.usefixtures("everything_known")
@@ -109,6 +110,20 @@ def test_a_gpu_without_bf16_is_not_advised_to_hold_its_state_in_it() -> None:
     found = fit.fits(growth(state="fp32"), CATALOG.instances["p3dn.24xlarge"], CATALOG, "us-east-2")
     assert {each.why for each in found} == {"V100 32GB has no bf16"}
     assert {each.nearest.split()[0] for each in found} == {"g6e.xlarge"}
+
+
+def test_gpus_that_cannot_multiply_fp8_hold_no_base_in_it() -> None:
+    config = SftConfig(precision=SftPrecision(base="fp8"))
+    types = ("p4d.24xlarge", "p4de.24xlarge", "g6e.2xlarge", "p5.4xlarge")
+    whys = {
+        name: {each.why for each in fit.fits(config, CATALOG.instances[name], CATALOG, "us-east-2")} for name in types
+    }
+    assert whys["p4d.24xlarge"] == {"A100 40GB has compute capability 8.0, but the job needs 8.9"}
+    assert whys["p4de.24xlarge"] == {"A100 80GB has compute capability 8.0, but the job needs 8.9"}
+    assert whys["g6e.2xlarge"] == whys["p5.4xlarge"] == {""}
+    assert not fit._holds(config, CATALOG.instances["p4de.24xlarge"])
+    assert type_checks._misfit(CATALOG.instances["p4de.24xlarge"], config) in whys["p4de.24xlarge"]
+    assert not type_checks._misfit(CATALOG.instances["p4de.24xlarge"], SftConfig())
 
 
 def test_when_no_type_holds_the_job_or_has_a_speed_the_error_is_the_fit() -> None:

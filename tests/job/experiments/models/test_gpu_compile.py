@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from gpufleet.job.experiments.engine.step import compiled
 from gpufleet.job.experiments.growth import model as growth
 from gpufleet.job.experiments.growth.spec import Batch, GrowthConfig, GrowthModel, Precision, TextData
-from gpufleet.job.experiments.models import decoder, lora
+from gpufleet.job.experiments.models import decoder, float8, lora
 from gpufleet.job.experiments.models.config import DecoderConfig as Shape
 from gpufleet.job.experiments.models.config import Lora
 from gpufleet.job.experiments.pretrain import model as char_gpt
@@ -47,6 +47,16 @@ def fine_tuned(adapter: bool) -> nn.Module:
     return lora.attach(module, Lora(rank=2, dropout=0.1), drawn) if adapter else module
 
 
+def over_fp8() -> nn.Module:
+    module = fine_tuned(adapter=True)
+    wide = {name: layer.weight for name, layer in lora.layers(module)}
+    lora.store(module, float8.DTYPE)
+    fill = lora.filling(module)
+    for name, layer in lora.layers(module):
+        fill(layer.weight, wide[name])
+    return module
+
+
 # And how many graphs: one for each size, in training and evaluation, and as many of a loss where there is one; with an
 # adapter the first block's input needs no gradient in training, the others' does.
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
@@ -59,6 +69,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     ),
     "all weights": (lambda: fine_tuned(adapter=False), 8),
     "adapter": (lambda: fine_tuned(adapter=True), 10),
+    "adapter over fp8": (over_fp8, 10),
 }
 
 LONG = ("padded experts", "all weights")  # each is like another, and takes seconds
@@ -87,6 +98,7 @@ def test_a_block_is_one_graph_for_each_size_and_never_compiled_again(
     make, expected = MODELS[name]
     module: Any = make()
     module.checkpointing = checkpointing
+    monkeypatch.setattr(float8, "multiplies", lambda x, weight: True)  # as on a GPU
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch.compiler.reset()
     counters.clear()

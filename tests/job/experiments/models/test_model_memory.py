@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpufleet.job.experiments.growth.model import Growth, build, load
 from gpufleet.job.experiments.growth.spec import Precision
-from gpufleet.job.experiments.models import decoder, lora
+from gpufleet.job.experiments.models import decoder, float8, lora
 from gpufleet.job.experiments.models.blocks import DTYPES, rotations
 from gpufleet.job.experiments.models.config import DecoderConfig as Shape
 from gpufleet.job.experiments.models.config import Lora
-from gpufleet.job.experiments.sft.spec import SftConfig
+from gpufleet.job.experiments.sft.spec import SftConfig, SftPrecision
 from gpufleet.job.experiments.tuning.spec import TokenBatch, layer_activation_bytes
-from gpufleet.job.kind.common import Compute, Rung
+from gpufleet.job.kind.common import Rung
 from tests.job.growth_models import CONFIG, PROBE, dense, moe
 from tests.job.memory_count import Alive
 
@@ -144,9 +144,18 @@ KEPT = [Rung(micro=1), Rung(micro=1, checkpointing=True), Rung(micro=1, checkpoi
 
 
 @pytest.mark.parametrize("rung", KEPT, ids=["all", "products", "inputs"])
-@pytest.mark.parametrize(("compute", "rows"), [("bf16", ()), ("fp32", ()), ("bf16", (5, 6, 7, 8))])
-def test_a_frozen_base_is_bf16_and_what_fp32_products_cast_of_it_stays_until_backward(
-    compute: str, rows: tuple[int, ...], rung: Rung
+@pytest.mark.parametrize(
+    ("compute", "rows", "stored"),
+    [
+        ("bf16", (), "bf16"),
+        ("fp32", (), "bf16"),
+        ("bf16", (5, 6, 7, 8), "bf16"),
+        ("bf16", (), "fp8"),
+        ("fp32", (), "fp8"),
+    ],
+)
+def test_a_frozen_base_is_bf16_or_fp8_and_what_fp32_products_cast_of_bf16_stays_until_backward(
+    compute: str, rows: tuple[int, ...], stored: str, rung: Rung
 ) -> None:
     shape = Shape(
         vocab=4096 if rows else 512,
@@ -164,19 +173,25 @@ def test_a_frozen_base_is_bf16_and_what_fp32_products_cast_of_it_stays_until_bac
         lora=Lora(rank=8, dropout=0.1, template_tokens=bool(rows)),
         data=replace(SftConfig().data, row=64, longest=64),
         batch=TokenBatch(tokens=64),
-        precision=Compute(compute=compute),  # type: ignore[arg-type]
+        precision=SftPrecision(compute=compute, base=stored),  # type: ignore[arg-type]
     )
     drawn = torch.Generator().manual_seed(1)
     base = decoder.build(shape, compute=DTYPES[compute], dtype=torch.bfloat16, generator=drawn)
     module = lora.attach(base, config.lora, drawn, rows)
+    if stored == "fp8":
+        lora.store(module, float8.DTYPE)
+        for _, layer in lora.layers(module):
+            lora.filling(module)(layer.weight, torch.randn(layer.weight.shape))
     module.train()
     module.recompute(rung.checkpointing, products_too=rung.products_too)
-    tokens, parameters = torch.zeros(1, 64, dtype=torch.int64), list(module.parameters())
+    tokens, parameters = torch.zeros(1, 64, dtype=torch.int64), [*module.parameters(), *module.buffers()]
     with Alive(parameters) as alive:
         torch.autograd.backward(module(tokens, tokens).loss_sum)
     found = alive.peak + sum(parameter.nbytes for parameter in parameters)
     predicted = config.memory(0, rung)
     near = 0.11 if rung.products_too else 0.1  # the loss and the layer that is made again are not at once
+    if stored == "fp8" and rung.checkpointing:
+        near = 0.15  # about as many bytes too much, beside a smaller base
     assert (predicted.total_gb - predicted.moments_gb) * 1e9 == pytest.approx(found, rel=near)
 
 

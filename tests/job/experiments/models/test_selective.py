@@ -10,8 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpufleet.job.experiments.models import decoder
+from gpufleet.job.experiments.models import decoder, float8, lora
 from gpufleet.job.experiments.models.config import DecoderConfig as Shape
+from gpufleet.job.experiments.models.config import Lora
 
 SHAPE = Shape(
     vocab=64, layers=1, width=64, heads=4, kv_heads=2, head_dim=16, ffn=96, rope_theta=1e4, rope_scaling="none"
@@ -46,3 +47,17 @@ def test_backward_repeats_neither_packed_attention_nor_a_product(monkeypatch: py
     assert found[True][attention] == found[False][attention] == 1
     assert found[True][product] == found[False][product] > 0
     assert found[True]["aten.silu.default"] == 2  # cheap, so it is computed again
+
+
+def test_backward_repeats_no_product_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "multiplies", lambda x, weight: True)  # as on a GPU
+    found = {}
+    for checkpointing in (False, True):
+        with FakeTensorMode(allow_non_fake_inputs=True), Operators() as ran:
+            module = lora.attach(decoder.Decoder(SHAPE, torch.bfloat16), Lora(rank=2))
+            lora.store(module, float8.DTYPE)
+            module.checkpointing = checkpointing
+            tokens = torch.zeros(2, 8, dtype=torch.int64)
+            module(tokens, tokens).loss_sum.backward()
+        found[checkpointing] = ran.count["aten._scaled_mm.default"]
+    assert found[True] == found[False] == 7  # projections of the layer
