@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -153,12 +154,16 @@ def _in_region(region: Region, *, offers: bool) -> Iterator[Schema]:
 
 def of_ready_made(name: str) -> Iterator[Schema]:
     """The rules for a file whose job is this experiment."""
-    config = EXPERIMENTS[name]()
+    config: Any = EXPERIMENTS[name]()
     on_gpus = no(has("job.parameters.device", {"const": "cpu"}))
     asked = has("job.parameters.precision.compute", {"const": "bf16"})
     if config.products() == "bf16":
         asked = no(has("job.parameters.precision.compute", {"const": "fp32"}))
     yield when(every(on_gpus, asked), _types(lambda kind: kind.gpu.bf16))
+    if hasattr(config.precision, "base"):
+        narrow = replace(config, precision=replace(config.precision, base="fp8")).demands.capability
+        fp8 = has("job.parameters.precision.base", {"const": "fp8"})
+        yield when(every(on_gpus, fp8), _types(lambda kind: not kind.too_old(narrow)))
     yield when(has("fleet.fallback", {"const": "on-demand"}), _heartbeat("job.parameters"))
     if hasattr(config, "candidates"):
         whole = {"part": no({"const": "judge"}), "candidates": _EMPTY}

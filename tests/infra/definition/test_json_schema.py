@@ -231,6 +231,15 @@ def test_drawn_values_of_a_ready_made_job_are_too(experiment: str, values: int, 
     assert unlike(text, paths, tmp_path, values) == []
 
 
+@pytest.mark.parametrize("type_", ["p5.4xlarge", "p4de.24xlarge"])
+@pytest.mark.parametrize("base", ["bf16", "fp8"])
+def test_an_old_gpu_for_a_base_in_fp8_is_refused_by_both(base: str, type_: str, tmp_path: Path) -> None:
+    text = (ROOT / "stacks" / "sft-h100.yaml").read_text()
+    drawn = with_value(with_value(text, "fleet.instance_types", f"[{type_}]"), "job.parameters.precision.base", base)
+    refused = (base, type_) == ("fp8", "p4de.24xlarge")
+    assert (bool(wrong(drawn)), refused_by_the_loader(drawn, tmp_path)) == (refused, refused)
+
+
 # If a pattern is only a condition, no user sees a message.
 CONDITIONS = ("if", "not", "contains")
 
