@@ -136,9 +136,7 @@ def _fit(config: JobConfig, instance: Instance, index: int, whole: Rung | None, 
 def _misfit_reason(config: JobConfig, instance: Instance, index: int, rung: Rung | None, needs: Memory | None) -> str:
     if config.device == "cpu":
         return ""  # a rehearsal on a laptop uses no GPU
-    if config.products() == "bf16" and not instance.gpu.bf16:
-        return f"{instance.gpu.name} has no bf16"
-    if too_old := instance.too_old(config.demands.capability):
+    if too_old := _too_old(config, instance):
         return too_old
     if rung is None and needs is not None and len(config.ladder()) == 1:
         return f"needs {needs.total_gb + DEVICE_RESERVE_GB:.1f} GB per GPU, has {instance.gpu_memory_gb:.1f}"
@@ -154,6 +152,13 @@ def _misfit_reason(config: JobConfig, instance: Instance, index: int, rung: Rung
     if staged_gb > host_gb:
         return f"a checkpoint of {staged_gb:.1f} GB is staged in host memory, of which {host_gb:.1f} GB are free"
     return ""
+
+
+def _too_old(config: JobConfig, instance: Instance) -> str:
+    """Why the job cannot compute on the type's GPU, whatever its memory; empty if it can."""
+    if config.products() == "bf16" and not instance.gpu.bf16:
+        return f"{instance.gpu.name} has no bf16"
+    return instance.too_old(config.demands.capability)
 
 
 def _narrower(config: JobConfig, instance: Instance) -> str:
@@ -177,11 +182,7 @@ def cheapest_holder(config: JobConfig, catalog: Catalog, region: str) -> str:
 
 
 def _holds(config: JobConfig, instance: Instance) -> bool:
-    if config.products() == "bf16" and not instance.gpu.bf16:
-        return False
-    if config.device != "cpu" and instance.too_old(config.demands.capability):
-        return False
-    if instance.gpu_count < config.gpus_needed():
+    if _too_old(config, instance) or instance.gpu_count < config.gpus_needed():
         return False
     if batch.choose_rung(config, instance.gpu_memory_gb, ranks=config.ranks(instance.gpu_count)) is None:
         return False
