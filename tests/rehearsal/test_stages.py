@@ -149,9 +149,9 @@ SAVES = "checkpoint: {each: state.json, rewritten: true, every: {steps: 20}, siz
 NO_INTERRUPTIONS = "    rehearsal: {interruptions: {with_notice: 0, without_notice: 0}}\n"
 
 
-@pytest.mark.slow
-def test_a_file_with_stages_is_rehearsed_each_stage_on_its_own_fleet(tmp_path: Path) -> None:
-    text = (
+def saving_stages() -> str:
+    """A file with stages that save, of which only `train` is interrupted."""
+    return (
         STAGED.replace("checkpoint: none", SAVES)
         .replace("work: {hours: {low: 0.1, likely: 0.2, high: 0.4}}", "work: {steps: 300}")
         .replace(" {outputs}", " {checkpoints} {outputs}")
@@ -159,9 +159,19 @@ def test_a_file_with_stages_is_rehearsed_each_stage_on_its_own_fleet(tmp_path: P
         .replace("  - name: prepare\n", f"  - name: prepare\n{NO_INTERRUPTIONS}")
         .replace("  - name: judge\n", f"  - name: judge\n{NO_INTERRUPTIONS}")
     )
-    project = scratch.make(tmp_path / "project", {"staged": text})
+
+
+def project_with(text: str, folder: Path) -> Path:
+    """A project with this file `staged` and the code of its stages."""
+    project = scratch.make(folder / "project", {"staged": text})
     (project / "code").mkdir()
     (project / "code" / "stage.py").write_text(REHEARSED)
+    return project
+
+
+@pytest.mark.slow
+def test_a_file_with_stages_is_rehearsed_each_stage_on_its_own_fleet(tmp_path: Path) -> None:
+    project = project_with(saving_stages(), tmp_path)
     said: list[str] = []
     assert rehearse("staged", root=project, out=said.append) == 0, "\n".join(said)
     folder = project / "rehearsals" / "staged" / "r1"

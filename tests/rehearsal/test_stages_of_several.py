@@ -9,10 +9,9 @@ import pytest
 
 from gpufleet.job.contract.receipt import Receipt
 from gpufleet.job.contract.workdir import RECEIPT
-from gpufleet.rehearsal import scratch
 from gpufleet.rehearsal.rehearse import rehearse
-from tests.infra.staged_files import PINNED, STAGED, several_in
-from tests.rehearsal.test_stages import NO_INTERRUPTIONS, REHEARSED, SAVES, STAGES, launched
+from tests.infra.staged_files import PINNED, several_in
+from tests.rehearsal.test_stages import STAGES, launched, project_with, saving_stages
 from tests.waiting import wait_for
 
 ONCE = "    rehearsal: {interruptions: {with_notice: 1, without_notice: 0}}\n"
@@ -20,19 +19,8 @@ ONCE = "    rehearsal: {interruptions: {with_notice: 1, without_notice: 0}}\n"
 
 @pytest.mark.slow
 def test_one_node_then_two_then_one_are_rehearsed_and_cost_their_sum(tmp_path: Path) -> None:
-    text = (
-        STAGED.replace("checkpoint: none", SAVES)
-        .replace("work: {hours: {low: 0.1, likely: 0.2, high: 0.4}}", "work: {steps: 300}")
-        .replace(" {outputs}", " {checkpoints} {outputs}")
-        .replace("stages:\n", "estimate: {step_ms: [100]}\nstages:\n")
-        .replace("  - name: prepare\n", f"  - name: prepare\n{NO_INTERRUPTIONS}")
-        .replace("  - name: train\n", f"  - name: train\n{ONCE}")
-        .replace("  - name: judge\n", f"  - name: judge\n{NO_INTERRUPTIONS}")
-    )
-    text = several_in("train", text)
-    project = scratch.make(tmp_path / "project", {"staged": text})
-    (project / "code").mkdir()
-    (project / "code" / "stage.py").write_text(REHEARSED)
+    text = saving_stages().replace("  - name: train\n", f"  - name: train\n{ONCE}")
+    project = project_with(several_in("train", text), tmp_path)
     said: list[str] = []
     assert rehearse("staged", root=project, out=said.append) == 0, "\n".join(said)
     folder = project / "rehearsals" / "staged" / "r1"
